@@ -6,6 +6,10 @@
     python -m zeropp_kernels.aot --cover all         every configuration that can be launched
     python -m zeropp_kernels.aot --only quantize --targets sm_90
 
+The columns code and path are instructions per element: all instructions of the code, and those that a program with a
+complete and aligned tile executes, with the body of a loop once (column loop; of a sum, for each message after the
+second). flight is the most bytes that a thread has loaded before it uses the first of them.
+
 The exit code is 1 if a kernel does not compile, or if its code has spills, local memory, too many registers, unexpected
 fused multiply-adds, or other numbers of 128-bit or of narrow loads and stores than expected. The command must run in a
 process with Triton's interpreter off.
@@ -18,7 +22,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..device.tiles import INTERPRETED
+from ..device.tiles import INTERPRETED, tile_of
 from .budgets import check
 from .build import TARGETS, Job, build_all
 from .cases import cases
@@ -55,12 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Job(given.cover, job.index, job.target, near=False) for job in jobs if TARGETS[job.target].backend == "hip"
     ]
     failures = 0
-    print(f"{'kernel':<18} {'target':<7} {'code':>5} {'regs':>4} {'wide':>7} {'narrow':>7} {'shared':>6}  settings")
+    print(
+        f"{'kernel':<18} {'target':<7} {'code':>5} {'path':>5} {'loop':>5} {'flight':>6} {'regs':>4} {'wide':>7} "
+        f"{'narrow':>7} {'shared':>6}  settings"
+    )
     for job, facts in build_all(jobs, given.processes):
         case, wrong = job.case, check(job.case, facts, TARGETS[job.target].backend)
+        tile, path = tile_of(case.kernel, case.constants), facts.path
+        each = 4 * tile.rows / tile.warps
         failures += bool(wrong)
         print(
-            f"{case.name:<18} {job.target:<7} {facts.instructions:>5} {facts.registers:>4} "
+            f"{case.name:<18} {job.target:<7} {facts.instructions / each:>5.1f} {path.instructions / each:>5.1f} "
+            f"{path.repeated / each:>5.1f} {path.in_flight:>6} {facts.registers:>4} "
             f"{facts.wide_loads:>3}/{facts.wide_stores:<3} {facts.narrow_loads:>3}/{facts.narrow_stores:<3} "
             f"{facts.shared:>6}  {case.settings}{'  WRONG: ' + ', '.join(wrong) if wrong else ''}",
             flush=True,

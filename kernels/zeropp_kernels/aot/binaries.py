@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import triton
 
+from .paths import Path, amd_code, nvidia_code, path_of
+
 __all__ = ["Facts", "inspect"]
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Matches an opcode after its address and, if there is one, its predicate.
-_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Facts:
         narrow_loads, narrow_stores: number of loads and stores of global memory below 32 bits.
         fused: number of fused multiply-adds that are not part of a division; a packed instruction counts as two.
         shared: bytes of shared memory.
+        path: what a program with a complete and aligned tile executes.
     """
 
     instructions: int
@@ -44,6 +45,7 @@ class Facts:
     narrow_stores: int
     fused: int
     shared: int
+    path: Path
 
 
 def inspect(kernel: Any) -> Facts:
@@ -64,10 +66,13 @@ def _nvidia(kernel: Any) -> Facts:
         # The tools read files only.
         with os.fdopen(handle, "wb") as file:
             file.write(kernel.asm["cubin"])
-        code = Counter(_SASS.findall(_run("nvdisasm", "-c", name)))
+        listing, labels = nvidia_code(_run("nvdisasm", "-c", name))
         usage = _run("cuobjdump", "-res-usage", name)
     finally:
         os.unlink(name)
+
+    # Code is padded with NOP.
+    code = Counter(each.opcode for each in listing if each.opcode != "NOP")
 
     def count(pattern: str) -> int:
         return sum(number for opcode, number in code.items() if re.match(pattern, opcode))
@@ -80,8 +85,7 @@ def _nvidia(kernel: Any) -> Facts:
         return int(found.group(1))
 
     return Facts(
-        # Code is padded with NOP.
-        instructions=sum(code.values()) - code["NOP"],
+        instructions=sum(code.values()),
         registers=resource("REG"),
         spilled=resource("STACK") + resource("LOCAL") + count(r"LDL|STL"),
         wide_loads=count(r"LDG\..*\b128"),
@@ -91,12 +95,14 @@ def _nvidia(kernel: Any) -> Facts:
         # Counted in PTX, where divisions are not yet expanded into multiply-adds.
         fused=sum(2 if packed else 1 for packed in re.findall(r"\bfma\.rn\S*\.f32(x2)?", kernel.asm["ptx"])),
         shared=kernel.metadata.shared,
+        path=path_of(listing, labels),
     )
 
 
 def _amd(kernel: Any) -> Facts:
     text = kernel.asm["amdgcn"]
-    code = Counter(re.findall(r"^\s+([a-z]+_[a-z0-9_]+)\b", text, re.MULTILINE))
+    listing, labels = amd_code(text)
+    code = Counter(each.opcode for each in listing)
 
     def count(pattern: str) -> int:
         return sum(number for opcode, number in code.items() if re.fullmatch(pattern, opcode))
@@ -122,4 +128,5 @@ def _amd(kernel: Any) -> Facts:
         narrow_stores=count(r"(global|buffer)_store_(byte|short).*"),
         fused=max(fused, 0),
         shared=kernel.metadata.shared,
+        path=path_of(listing, labels),
     )

@@ -235,16 +235,16 @@ def scale_value(bits):
 @triton.jit
 def _quotient(peak, LEVELS: tl.constexpr):
     """Return ``peak / LEVELS``, correctly rounded if it is 2**-126 or more, for LEVELS 7 or 127."""
-    levels = tl.full(peak.shape, LEVELS, tl.float32)
     if _INTERPRETED:
         # The interpreter of Triton 3.6 rounds twice in fma.
-        return tl.div_rn(peak, levels)
+        return tl.div_rn(peak, tl.full(peak.shape, LEVELS, tl.float32))
     # The product with the rounded inverse is off by at most one unit in the last place. The remainder is exact, and
     # one step of Newton's method with it gives the rounded quotient. A test compares all mantissas. div_rn would take
     # three times as many instructions, and a branch for subnormal numbers.
     inverse: tl.constexpr = 1.0 / LEVELS
     quotient = peak * inverse
-    return tl.fma(tl.fma(-quotient, levels, peak), tl.full(peak.shape, inverse, tl.float32), quotient)
+    remainder = tl.fma(quotient, tl.full(peak.shape, -LEVELS, tl.float32), peak)
+    return tl.fma(remainder, tl.full(peak.shape, inverse, tl.float32), quotient)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _inverse(scale):
     # more instructions.
     near = tl.rsqrt(scale)
     near *= near
-    return tl.fma(near, tl.fma(-near, scale, one), near)
+    return tl.fma(near, tl.fma(near, -scale, one), near)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -30,8 +30,8 @@ class Tile:
         rows: rows of 128 elements.
         warps: warps of 32 threads; on AMD half as many, of 64 threads. A thread has ``4 * rows / warps`` elements.
         registers: most registers per thread, on NVIDIA only; Triton has no such option for AMD. A multiprocessor has
-            65536, so 96 allow 20 warps and 128 allow 16. Without a bound, ptxas chooses one itself; it has chosen 96
-            for a kernel that needs 114, and spilled.
+            65536, so 80 allow 24 warps, 96 allow 20 and 128 allow 16. Without a bound, ptxas chooses one itself; it has
+            chosen 96 for a kernel that needs 114, and spilled.
     """
 
     rows: int
@@ -43,26 +43,29 @@ class Tile:
         return self.rows * 128 // numel
 
 
+# Constants of kernels that keep more values in registers: rotated values, errors, or those to which a sum is added.
+_MORE_VALUES = ("ROTATE", "FEEDBACK", "ACCUMULATE")
 _TILES = {
     # First run: 101 % (int8) and 100 % (int4) with 32 rows, 4 warps and at most 128 registers.
     "quantize": Tile(32, 4, 128),
     "quantize_tensors": Tile(32, 4, 128),
     # First run: 64 % with feedback and 80 % with rotation, with 32 rows and 128 registers. Instructions limited them.
-    # With programs of two warps, more programs are in different phases at any time, and 96 registers allow ten of them.
-    "quantize, feedback or rotation": Tile(16, 2, 96),
-    "quantize_tensors, feedback or rotation": Tile(16, 2, 96),
+    # With programs of two warps, more programs are in different phases at any time, and 80 registers allow 24 warps.
+    "quantize, more values": Tile(16, 2, 80),
+    "quantize_tensors, more values": Tile(16, 2, 80),
     # First run: 73 % (4 x int8 to int4) with 32 rows and 92 registers.
-    "reduce_quantize": Tile(16, 2, 80),
-    "reduce_quantize, feedback or rotation": Tile(16, 2, 96),
+    "reduce_quantize": Tile(16, 2, 64),
+    "reduce_quantize, more values": Tile(16, 2, 96),
     # First run: 94 % (int8, 48 registers) and 74 % (int4, 83 registers). Neither takes more than 48 now.
     "dequantize": Tile(32, 4, 128),
     # First run: 95 % (4 x int8) and 84 % (4 x int4) with 32 rows and 72 to 76 registers.
-    "reduce": Tile(16, 2, 104),
+    "reduce": Tile(16, 2, 96),
+    "reduce, more values": Tile(16, 2, 128),
     # First run: 102 %.
     "sum": Tile(16, 4, 72),
     # First run: 102 % and 96 %.
     "delta_encode": Tile(32, 4, 128),
-    "delta_apply": Tile(32, 4, 72),
+    "delta_apply": Tile(32, 4, 64),
     # First run: 92 % and 101 %. Programs for pinned memory wait for the bus, so one per multiprocessor is enough.
     "gather": Tile(32, 4, 104),
     "scatter": Tile(32, 4, 88),
@@ -80,13 +83,15 @@ _INTERPRETED_WARPS = 32
 @functools.cache
 def _tile(name: str) -> Tile:
     tile = _TILES[name]
-    return Tile(tile.rows * _INTERPRETED_WARPS // tile.warps, _INTERPRETED_WARPS, 0) if INTERPRETED else tile
+    if not INTERPRETED:
+        return tile
+    return replace(tile, rows=tile.rows * _INTERPRETED_WARPS // tile.warps, warps=_INTERPRETED_WARPS)
 
 
 def tile_of(kernel: Any, constants: Mapping[str, object] | None = None) -> Tile:
     """Return the tile of a kernel with these constants; a kernel's name ends with "_kernel"."""
     name = str(kernel.__name__).removesuffix("_kernel")
-    special = f"{name}, feedback or rotation"
-    if special in _TILES and constants and (constants.get("FEEDBACK") or constants.get("ROTATE")):
-        name = special
+    more = f"{name}, more values"
+    if more in _TILES and any((constants or {}).get(each) for each in _MORE_VALUES):
+        name = more
     return _tile(name)
