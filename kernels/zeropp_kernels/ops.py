@@ -355,7 +355,8 @@ def lossless_decode_(
 ) -> None:
     """Decode lossless messages: ``out`` gets exactly the bits of the encoded bfloat16 values, NaN payloads included.
 
-    Malformed messages are safe: no byte outside a message is read, and escapes beyond the rooms are decoded as zeros.
+    Malformed messages are safe: no byte outside a message is read, and an escape beyond its room leaves the
+    reference's value.
 
     Args:
         messages: uint8 [count * lossless_layout(numel, room8, room16).nbytes], at a multiple of 16 bytes.

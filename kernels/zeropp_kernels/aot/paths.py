@@ -182,14 +182,14 @@ def _body(blocks: Mapping[int, tuple[int, list[int]]], end: int, head: int) -> s
     return found
 
 
-_NOTHING: tuple[tuple[int, ...], list[int]] = (0, 0, 0, 0), []
+_NOTHING: tuple[tuple[int, ...], list[int]] = (0, 0, 0, 0, 0), []
 
 
 def path_of(code: Sequence[Instruction], labels: Mapping[str, int]) -> Path:
     """Return the path through a kernel that a program with a complete and aligned tile takes.
 
     It is the path with the most 128-bit accesses. Among such paths it has the most loops, then the fewest accesses
-    below 32 bits, then the fewest bytes. The body of a loop is on it once.
+    below 32 bits, then the fewest bytes, then the fewest instructions. The body of a loop is on it once.
     """
     blocks = _blocks(code, labels)
     behind, back = _ordered(blocks)
@@ -198,7 +198,7 @@ def path_of(code: Sequence[Instruction], labels: Mapping[str, int]) -> Path:
         end, follow = blocks[start]
         sizes = [size for each in code[start:end] for size in (each.loaded, each.stored) if size]
         loops = sum((start, after) in back for after in follow)
-        own = sum(size == 16 for size in sizes), loops, -sum(size < 4 for size in sizes), -sum(sizes)
+        own = sum(size == 16 for size in sizes), loops, -sum(size < 4 for size in sizes), -sum(sizes), start - end
         rests = [best[after] for after in follow if (start, after) not in back]
         # Threads that store nothing more leave early.
         rest = max([*rests, _NOTHING] if code[end - 1].leaves or not rests else rests)

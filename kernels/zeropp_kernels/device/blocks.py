@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..wire import GROUPS
 from .tiles import INTERPRETED
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "code_pair",
     "encode_pair",
     "group_peak",
+    "group_rows",
     "half_rows",
     "load_pair",
     "load_words",
@@ -64,6 +66,12 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 # infinite, the largest code is 126.
 _LARGEST_SCALE_4 = tl.constexpr(0x7E12)
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.constexpr_function
+def group_rows(bits: int) -> int:
+    """Return the number of rows of 128 elements in a group of codes of ``bits`` bits."""
+    return GROUPS[bits] // 128
 
 
 @triton.jit

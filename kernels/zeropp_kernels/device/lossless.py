@@ -1,8 +1,13 @@
 """Triton kernels for lossless messages: bfloat16 values as differences in 4-bit codes, with escapes to 8 and 16 bits.
 
 A tile is TILE sections of 2048 elements, as two flat tensors [TILE * 1024] named lower and upper: the first and the
-last 64 elements of each row of 128. With this split, the two codes of a byte are in one thread. One running sum over
-the bytes of a section gives the places of both kinds of escapes: an 8-bit escape counts 1, a 16-bit one 2**16.
+last 64 elements of each row of 128. Codes are words [TILE * 256] of eight codes: those of four consecutive lower
+elements in the low halves of its bytes, and those of the upper elements 64 places behind in the high halves. All
+escapes of a word are found at once. One running sum over the words of a section gives the places of both kinds: an
+8-bit escape counts 1, a 16-bit one 2**16.
+
+16-bit integers are in the upper halves of int32. Sums then wrap around as they should, and the lower halves do not
+matter.
 """
 
 from __future__ import annotations
@@ -18,51 +23,44 @@ from .tiles import tile_of
 
 __all__ = ["lossless_count_", "lossless_decode_", "lossless_encode_"]
 
-# Elements, bytes of codes, and blocks in a section.
+# Elements, words of codes, blocks in a section.
 _SECTION = tl.constexpr(SECTION)
-_BYTES = tl.constexpr(SECTION // 2)
+_WORDS = tl.constexpr(SECTION // 8)
 _BLOCKS = tl.constexpr(SECTION // BLOCK)
 # Bytes that one program sets to zero in each pass of the loop in _clear.
 _CLEARED = tl.constexpr(512)
 # 4-bit codes that mark an escape: 8 (that is -8) to an 8-bit code, 7 to a 16-bit value.
 _TO_8 = tl.constexpr(8)
 _TO_16 = tl.constexpr(7)
+# The lowest bit of each code in a word.
+_ONES = tl.constexpr(0x11111111)
 
 
 @triton.jit
 def _key(bits):
-    """Return order-preserving integers of bfloat16 bits, both int32 with a sign-extended 16-bit value."""
+    """Return order-preserving integers of bfloat16 bits, both in the upper halves of int32."""
     # Bits of negative numbers decrease as the numbers increase, so all bits but the sign are flipped. The sign stays,
     # so applying the function twice gives the bits back.
-    return bits ^ ((bits >> 31) & 0x7FFF)
-
-
-@triton.jit
-def _wrapped(x):
-    """Return ``x`` modulo 2**16 as int32 in -32768 to 32767."""
-    return x.to(tl.int16).to(tl.int32)
+    return bits ^ ((bits >> 31) & 0x7FFF0000)
 
 
 @triton.jit
 def _load_bits(values, at, mask):
-    """Load bits of bfloat16 values, or of float32 values rounded to bfloat16; zeros where ``mask`` is False."""
+    """Load bits of bfloat16 values, or of float32 values rounded to bfloat16, into the upper halves of int32.
+
+    They are zeros where ``mask`` is False.
+    """
     # Elements past the end are zeros in values and in the reference, so they need no escape.
     if values.dtype.element_ty == tl.float32:
-        return _wrapped(bfloat16_bits(tl.load(values + at, mask=mask, other=0.0)))
-    return tl.load(values.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0).to(tl.int32)
+        return bfloat16_bits(tl.load(values + at, mask=mask, other=0.0)) << 16
+    return tl.load(values.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0).to(tl.int32) << 16
 
 
 @triton.jit
 def _lower_halves(TILE: tl.constexpr):
     """Return the offsets of the elements in the lower halves of the rows of a tile."""
-    byte = tl.arange(0, TILE * _BYTES)
-    return byte // 64 * 128 + byte % 64
-
-
-@triton.jit
-def _live(first, blocks, TILE: tl.constexpr):
-    """Return the mask of code bytes in blocks of the message, for the tile that starts at section ``first``."""
-    return tl.arange(0, TILE * _BYTES) // 128 < blocks - first * _BLOCKS
+    place = tl.arange(0, TILE * _WORDS * 4)
+    return place // 64 * 128 + place % 64
 
 
 @triton.jit
@@ -72,7 +70,8 @@ def _present(numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
     With EVEN, numel is a multiple of 256. The mask is then the same for all elements of a block, which allows wide
     access.
     """
-    live = _live(first, blocks, TILE)
+    # The lower halves of a block are 128 elements.
+    live = tl.arange(0, TILE * _WORDS * 4) // 128 < blocks - first * _BLOCKS
     if EVEN:
         return live, live
     else:
@@ -86,7 +85,7 @@ def _present(numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
 def _differences(values, reference, numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
     """Return (lower bits, upper bits, lower difference, upper difference) of a tile.
 
-    Bits are those of the values. Differences are those of keys modulo 2**16, in -32768 to 32767.
+    Bits are those of the values. Differences are those of keys. All are in the upper halves of int32.
     """
     at = _lower_halves(TILE)
     start = first.to(tl.int64) * _SECTION
@@ -96,55 +95,106 @@ def _differences(values, reference, numel, first, blocks, EVEN: tl.constexpr, TI
     old_lower = _load_bits(reference + start, at, in_lower)
     old_upper = _load_bits(reference + start, at + 64, in_upper)
     # Decoding adds modulo 2**16, too, which gives the key back.
-    return lower, upper, _wrapped(_key(lower) - _key(old_lower)), _wrapped(_key(upper) - _key(old_upper))
+    return lower, upper, _key(lower) - _key(old_lower), _key(upper) - _key(old_upper)
 
 
 @triton.jit
-def _where(difference, to_16, to_8, near):
-    """Select by difference: ``near`` in -7 to 6, ``to_8`` otherwise in -128 to 127, ``to_16`` otherwise."""
-    # One unsigned comparison per range: outside of [-7, 6], outside of [-128, 127].
-    escapes = (difference + 7).to(tl.uint32, bitcast=True) > 13
-    far = (difference + 128).to(tl.uint32, bitcast=True) > 255
-    return tl.where(far, to_16, tl.where(escapes, to_8, near))
+def _escapes(difference):
+    """Return (True for differences that need an escape, True for those that need 16 bits).
+
+    A difference of -7 to 6 needs none, and one of -128 to 127 needs 8 bits.
+    """
+    # For negative numbers -1 - difference, so that one comparison is enough.
+    size = difference ^ (difference >> 31)
+    return size >= (7 << 16), size >= (128 << 16)
 
 
 @triton.jit
 def _codes(difference):
     """Return the 4-bit codes of differences, marks of escapes included."""
-    return _where(difference, _TO_16, _TO_8, difference & 15)
+    escapes, far = _escapes(difference)
+    return tl.where(far, _TO_16, tl.where(escapes, _TO_8, (difference >> 16) & 15))
 
 
 @triton.jit
-def _count(code):
-    """Return 1 for a mark of an 8-bit escape, 2**16 for a mark of a 16-bit escape, else 0.
+def _word_codes(lower, upper):
+    """Return the words [n / 4] of lower and upper codes [n]."""
+    even, odd = tl.split(tl.reshape(lower | (upper << 4), [lower.shape[0] // 4, 2, 2]))
+    even, odd = tl.split(even | (odd << 8))
+    return even | (odd << 16)
 
-    A section has at most 2048 of each kind, so the two counts in a sum do not overlap.
+
+@triton.jit
+def _marks(words):
+    """Return (marks of 8-bit escapes, marks of 16-bit escapes) in words: the lowest bit of each code that is a mark."""
+    # Both marks, binary 1000 and 0111, have a highest bit that differs from the next one, and three equal other bits.
+    changes = words ^ (words >> 1)
+    escapes = (changes >> 2) & ~(changes >> 1) & ~changes & _ONES
+    to_8 = escapes & (words >> 3)
+    return to_8, escapes ^ to_8
+
+
+@triton.jit
+def _before(to_8, to_16, TILE: tl.constexpr):
+    """Return (places of 8-bit escapes, places of 16-bit escapes, marks before each code of both kinds) of words.
+
+    Places [TILE * 256] are counted from the first escape of the section. Marks before a code are counted from the first
+    code of its word, 4 bits for each code.
     """
-    return tl.where(code == _TO_16, 1 << 16, tl.where(code == _TO_8, 1, 0))
+    # The product adds up the codes of a word: each code of the product is the number of marks up to that code. A word
+    # has at most 8, so 4 bits are enough.
+    up_to_8 = to_8 * _ONES
+    up_to_16 = to_16 * _ONES
+    counts = ((up_to_8 >> 28) & 15) + (((up_to_16 >> 28) & 15) << 16)
+    sections = tl.reshape(counts, [TILE, _WORDS])
+    # The running sum includes the word itself, which is subtracted.
+    before = tl.reshape(tl.cumsum(sections, axis=1) - sections, [TILE * _WORDS])
+    return before & 0xFFFF, before >> 16, up_to_8 - to_8, up_to_16 - to_16
 
 
 @triton.jit
-def _before(counts, TILE: tl.constexpr):
-    """Return the sum of the counts before each byte in its section."""
-    sections = tl.reshape(counts, [TILE, _BYTES])
-    # The running sum includes the byte itself, which is subtracted.
-    return tl.reshape(tl.cumsum(sections, axis=1) - sections, [TILE * _BYTES])
+def _section_words(sections, TILE: tl.constexpr):
+    """Return ``sections[i]`` [TILE] repeated for every word of section i, [TILE * 256]."""
+    return tl.reshape(tl.broadcast_to(sections[:, None], [TILE, _WORDS]), [TILE * _WORDS])
 
 
 @triton.jit
-def _each(sections, TILE: tl.constexpr):
-    """Return ``sections[i]`` [TILE] repeated for every byte of section i, [TILE * 1024]."""
-    return tl.reshape(tl.broadcast_to(sections[:, None], [TILE, _BYTES]), [TILE * _BYTES])
+def _each(words):
+    """Return every word four times, [4 n]: once for each byte."""
+    return tl.reshape(tl.broadcast_to(words[:, None], [words.shape[0], 4]), [words.shape[0] * 4])
+
+
+@triton.jit
+def _bytes(words, blocks, PLACE: tl.constexpr):
+    """Return the 4 bits at bit PLACE of every byte of words, [4 n]; ``blocks`` is any int32 that is not negative."""
+    # All four are masked at once, and one instruction then takes a byte. With a known mask, the compiler would shift
+    # and mask each of them.
+    halves = (words >> PLACE) & ((blocks >> 31) + 0x0F0F0F0F)
+    shifts = 8 * tl.arange(0, 4)[None, :]
+    return tl.reshape((halves[:, None] >> shifts) & 0xFF, [words.shape[0] * 4])
+
+
+@triton.jit
+def _shifted(words, PLACE: tl.constexpr):
+    """Return words shifted to the right by PLACE plus 8 for each byte: [4 n], for the four bytes of every word."""
+    shifts = 8 * tl.arange(0, 4)[None, :] + PLACE
+    return tl.reshape(words[:, None] >> shifts, [words.shape[0] * 4])
+
+
+@triton.jit
+def _marked(marks, PLACE: tl.constexpr):
+    """Return True for marks at bit PLACE of bytes, [4 n]."""
+    return (_shifted(marks, PLACE) & 1) != 0
 
 
 @triton.jit
 def _transposed(x, TILE: tl.constexpr):
-    """Reorder the bytes of a tile so that the 8 consecutive bytes of one thread become 128 apart.
+    """Reorder the elements of a tile so that the 8 consecutive ones of a thread become 128 apart.
 
     Stores to data-dependent places handle one value per thread at a time, for 128 threads. In this order, each thread
     stores values that it already has. In the original order the compiler would move all values through shared memory.
     """
-    return tl.reshape(tl.trans(tl.reshape(x, [TILE * _BYTES // 8, 8])), [TILE * _BYTES])
+    return tl.reshape(tl.trans(tl.reshape(x, [TILE * _WORDS // 2, 8])), [TILE * _WORDS * 4])
 
 
 @launched("starts")
@@ -154,9 +204,12 @@ def lossless_count_kernel(
     """Store the number of escapes of section i, of both kinds, in ``starts`` at i + 1; zero at 0. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     _, _, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
-    # The counts equal _count of the codes of these differences.
-    counts = _where(lower, 1 << 16, 1, 0) + _where(upper, 1 << 16, 1, 0)
-    counts = tl.sum(tl.reshape(counts, [TILE, _BYTES]), axis=1)
+    escapes_lower, far_lower = _escapes(lower)
+    escapes_upper, far_upper = _escapes(upper)
+    # A section has at most 2048 escapes, so the two counts in a sum do not overlap.
+    escapes = escapes_lower.to(tl.int32) + escapes_upper.to(tl.int32)
+    far = far_lower.to(tl.int32) + far_upper.to(tl.int32)
+    counts = tl.sum(tl.reshape(escapes + far * 0xFFFF, [TILE, _WORDS * 4]), axis=1)
     section = first + tl.arange(0, TILE)
     live = section * _BLOCKS < blocks
     starts16 = starts + (tl.cdiv(blocks, _BLOCKS) + 1)
@@ -185,11 +238,18 @@ def _clear(message, end8, room16_offset, end16, nbytes):
 
 
 @triton.jit
-def _store_escapes(room8, room16, code, difference, bits, place8, place16, limit8, limit16):
-    """Store 8-bit codes and 16-bit values of escapes at their places; escapes past a room are left out."""
-    tl.store(room8 + place8, difference.to(tl.uint8), mask=(code == _TO_8) & (place8 < limit8))
+def _store_escapes(
+    room8, room16, to_8, to_16, places8, places16, before8, before16, difference, bits, limit8, limit16,
+    PLACE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store 8-bit codes and 16-bit values of the codes at bit PLACE of bytes; escapes past a room are left out."""
+    place8 = _transposed(_each(places8) + (_shifted(before8, PLACE) & 15), TILE)
+    place16 = _transposed(_each(places16) + (_shifted(before16, PLACE) & 15), TILE)
+    is_8 = _transposed(_marked(to_8, PLACE), TILE) & (place8 < limit8)
+    is_16 = _transposed(_marked(to_16, PLACE), TILE) & (place16 < limit16)
+    tl.store(room8 + place8, (_transposed(difference, TILE) >> 16).to(tl.uint8), mask=is_8)
     # Escapes to 16 bits store the value's bits, not its difference.
-    tl.store(room16 + place16, bits.to(tl.int16), mask=(code == _TO_16) & (place16 < limit16))
+    tl.store(room16 + place16, (_transposed(bits, TILE) >> 16).to(tl.int16), mask=is_16)
 
 
 @triton.jit
@@ -207,10 +267,11 @@ def lossless_encode_kernel(
     """Store codes, starts and escapes of one tile, and clear unused room. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     lower_bits, upper_bits, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
-    lower_code = _codes(lower)
-    upper_code = _codes(upper)
-    codes = message + first.to(tl.int64) * _BYTES + tl.arange(0, TILE * _BYTES)
-    tl.store(codes, (lower_code | (upper_code << 4)).to(tl.uint8), mask=_live(first, blocks, TILE))
+    words = _word_codes(_codes(lower), _codes(upper))
+    # A block has 32 words.
+    live = tl.arange(0, TILE * _WORDS) // 32 < blocks - first * _BLOCKS
+    codes = message.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * _WORDS + tl.arange(0, TILE * _WORDS)
+    tl.store(codes, words, mask=live)
     sections = tl.cdiv(blocks, _BLOCKS)
     starts16 = starts + (sections + 1)
     section = first + tl.arange(0, TILE)
@@ -221,35 +282,58 @@ def lossless_encode_kernel(
     # A pair of int32 starts is stored as one int64. The starts follow the codes, which have 128 bytes per block.
     pairs = (message + blocks.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
     tl.store(pairs + section, start8 | (start16 << 32), mask=live)
-    before = _transposed(_before(_count(lower_code) + _count(upper_code), TILE), TILE)
-    place8 = _transposed(_each(start8.to(tl.int32), TILE), TILE) + (before & 0xFFFF)
-    place16 = _transposed(_each(start16.to(tl.int32), TILE), TILE) + (before >> 16)
+    to_8, to_16 = _marks(words)
+    places8, places16, before8, before16 = _before(to_8, to_16, TILE)
+    places8 += _section_words(start8.to(tl.int32), TILE)
+    places16 += _section_words(start16.to(tl.int32), TILE)
     room8 = message + room8_offset
     room16 = (message + room16_offset).to(tl.pointer_type(tl.int16))
-    lower = _transposed(lower, TILE)
-    upper = _transposed(upper, TILE)
-    lower_code = _codes(lower)
-    bits = _transposed(lower_bits, TILE)
-    _store_escapes(room8, room16, lower_code, lower, bits, place8, place16, limit8, limit16)
-    place8 += (lower_code == _TO_8).to(tl.int32)
-    place16 += (lower_code == _TO_16).to(tl.int32)
-    bits = _transposed(upper_bits, TILE)
-    _store_escapes(room8, room16, _codes(upper), upper, bits, place8, place16, limit8, limit16)
+    _store_escapes(
+        room8, room16, to_8, to_16, places8, places16, before8, before16, lower, lower_bits, limit8, limit16, 0, TILE
+    )
+    _store_escapes(
+        room8, room16, to_8, to_16, places8, places16, before8, before16, upper, upper_bits, limit8, limit16, 4, TILE
+    )
     end8 = room8_offset + _in_room(tl.load(starts + sections), limit8)
     end16 = room16_offset + 2 * _in_room(tl.load(starts16 + sections), limit16)
     _clear(message, end8, room16_offset, end16, nbytes)
 
 
 @triton.jit
-def _decoded(room8, room16, code, old, place8, place16, limit8, limit16):
-    """Return the bits of decoded values (int16), from codes, the bits of the reference, and the places of escapes."""
-    wide = tl.load(room8 + place8, mask=(code == _TO_8) & (place8 < limit8), other=0).to(tl.int32)
-    exact = tl.load(room16 + place16, mask=(code == _TO_16) & (place16 < limit16), other=0)
-    # The arithmetic right shift extends the sign of the 4-bit code.
-    difference = tl.where(code == _TO_8, wide, (code << 28) >> 28)
+def _beyond(marks, before, places, limit):
+    """Return the marks of escapes whose place is ``limit`` or more."""
+    # Escapes of a word that are within the room, 0 to 8. Adding 8 less that number to the marks before each code sets
+    # the highest of its 4 bits if the escape is beyond.
+    within = tl.minimum(tl.maximum(limit - places, 0), 8)
+    return marks & ((before + (8 - within) * _ONES) >> 3)
+
+
+@triton.jit
+def _in_rooms(words, to_8, to_16, places8, places16, before8, before16, start8, start16, limit8, limit16):
+    """Return words and both marks without the escapes beyond the rooms, whose codes become 0."""
+    # Only then can an escape be beyond a room. An encoder's own message has none.
+    if (tl.max(start8, axis=0) > limit8 - _SECTION) | (tl.max(start16, axis=0) > limit16 - _SECTION):
+        beyond_8 = _beyond(to_8, before8, places8, limit8)
+        beyond_16 = _beyond(to_16, before16, places16, limit16)
+        words &= ~((beyond_8 | beyond_16) * 15)
+        to_8 ^= beyond_8
+        to_16 ^= beyond_16
+    return words, to_8, to_16
+
+
+@triton.jit
+def _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old, blocks, PLACE: tl.constexpr):
+    """Return bits of decoded values (int16) of the codes at bit PLACE of bytes; ``old`` are those of the reference."""
+    place8 = _each(places8) + _bytes(before8, blocks, PLACE)
+    place16 = _each(places16) + _bytes(before16, blocks, PLACE)
+    # The left shift moves a code to the highest bits, and the right shift extends its sign.
+    shifts = (28 - PLACE) - 8 * tl.arange(0, 4)[None, :]
+    near = tl.reshape((words[:, None] << shifts) >> 28, [words.shape[0] * 4]).to(tl.int8)
+    # A load leaves the other value where its mask is False, so nothing is selected.
+    difference = tl.load(room8 + place8, mask=_marked(to_8, PLACE), other=near).to(tl.int32) << 16
     # _key is its own inverse.
-    near = _key(_wrapped(_key(old) + difference))
-    return tl.where(code == _TO_16, exact, near.to(tl.int16))
+    value = (_key(_key(old) + difference) >> 16).to(tl.int16)
+    return tl.load(room16 + place16, mask=_marked(to_16, PLACE), other=value)
 
 
 @launched()
@@ -262,21 +346,24 @@ def lossless_decode_kernel(
     first = tl.program_id(0) * TILE
     index = tl.program_id(1).to(tl.int64)
     message = messages + index * whole(nbytes, 128)
-    codes = message + first.to(tl.int64) * _BYTES + tl.arange(0, TILE * _BYTES)
-    packed = tl.load(codes, mask=_live(first, blocks, TILE), other=0).to(tl.int32)
-    lower = packed & 15
-    upper = packed >> 4
+    codes = message.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * _WORDS + tl.arange(0, TILE * _WORDS)
+    # A block has 32 words.
+    words = tl.load(codes, mask=tl.arange(0, TILE * _WORDS) // 32 < blocks - first * _BLOCKS, other=0)
     section = first + tl.arange(0, TILE)
     pairs = (message + blocks.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
     pair = tl.load(pairs + section, mask=section * _BLOCKS < blocks, other=0)
     # The starts are clamped, because a malformed message may have any starts and nothing outside its rooms may be read.
     start8 = tl.minimum(tl.maximum(pair.to(tl.int32), 0), limit8)
     start16 = tl.minimum(tl.maximum((pair >> 32).to(tl.int32), 0), limit16)
-    before = _before(_count(lower) + _count(upper), TILE)
-    place8 = _each(start8, TILE) + (before & 0xFFFF)
-    place16 = _each(start16, TILE) + (before >> 16)
+    to_8, to_16 = _marks(words)
+    places8, places16, before8, before16 = _before(to_8, to_16, TILE)
+    places8 += _section_words(start8, TILE)
+    places16 += _section_words(start16, TILE)
     room8 = (message + room8_offset).to(tl.pointer_type(tl.int8))
     room16 = (message + room16_offset).to(tl.pointer_type(tl.int16))
+    words, to_8, to_16 = _in_rooms(
+        words, to_8, to_16, places8, places16, before8, before16, start8, start16, limit8, limit16
+    )
     at = _lower_halves(TILE)
     in_lower, in_upper = _present(numel, first, blocks, EVEN, TILE)
     begin = index * whole(numel, 256 if EVEN else 1) + first.to(tl.int64) * _SECTION
@@ -285,11 +372,9 @@ def lossless_decode_kernel(
     old_upper = _load_bits(reference + begin, at + 64, in_upper)
     # The values are stored as bits, so that NaN payloads are kept.
     target = out.to(tl.pointer_type(tl.int16)) + begin
-    bits = _decoded(room8, room16, lower, old_lower, place8, place16, limit8, limit16)
+    bits = _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old_lower, blocks, 0)
     tl.store(target + at, bits, mask=in_lower)
-    place8 += (lower == _TO_8).to(tl.int32)
-    place16 += (lower == _TO_16).to(tl.int32)
-    bits = _decoded(room8, room16, upper, old_upper, place8, place16, limit8, limit16)
+    bits = _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old_upper, blocks, 4)
     tl.store(target + at + 64, bits, mask=in_upper)
 
 

@@ -13,6 +13,7 @@ from ..wire import ceil_div, message_layout, state_layout
 from .blocks import (
     encode_pair,
     group_peak,
+    group_rows,
     load_pair,
     rotate,
     scale_of,
@@ -40,7 +41,7 @@ def _encode(
 
     EXACT tells that the values have 16 bits, see :func:`rotate`.
     """
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     # whole() keeps the rows aligned for the compiler, as messages are multiples of 128 bytes. The offset has 64 bits,
     # because many messages together may pass 2**31 bytes.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
@@ -77,7 +78,7 @@ def quantize_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Encode one tile of a flat buffer. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
     source = x + (tl.program_id(1).to(tl.int64) * numel + start)
@@ -96,7 +97,7 @@ def quantize_tensors_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Encode one tile of tensors in a table. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     first = tl.program_id(0) * TILE
     # Element numbers in the flat buffer that the table describes. check_blocks makes sure that messages start on
     # blocks.
@@ -120,7 +121,7 @@ def reduce_quantize_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Encode one tile of the scaled sum of messages. Grid: (tiles of an outgoing message, outgoing messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     first = tl.program_id(0) * TILE
     # The position is counted in rows of 128, because incoming and outgoing groups may have different sizes. Outgoing
     # messages start on blocks.

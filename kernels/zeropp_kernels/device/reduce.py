@@ -11,6 +11,7 @@ from .blocks import (
     aligned,
     cast,
     code_pair,
+    group_rows,
     half_rows,
     load_pair,
     load_words,
@@ -131,7 +132,7 @@ def dequantize_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Decode one tile of a message. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     SIZE: tl.constexpr = TILE * K * 128
     dtype: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * TILE).to(tl.int64) * K
@@ -159,7 +160,7 @@ def reduce_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``out = scale * sum of count messages``, or add it to ``out``. Grid: (tiles,)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = group_rows(BITS)
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128

@@ -43,8 +43,9 @@ class Tile:
         return self.rows * 128 // numel
 
 
-# Constants of kernels that keep more values in registers: rotated values, errors, or those to which a sum is added.
-_MORE_VALUES = ("ROTATE", "FEEDBACK", "ACCUMULATE")
+# Constants of kernels that keep more values in registers: rotated values, errors, those to which a sum is added, and
+# masks of single elements.
+_MORE_VALUES = {"ROTATE": True, "FEEDBACK": True, "ACCUMULATE": True, "EVEN": False}
 _TILES = {
     # First run: 101 % (int8) and 100 % (int4) with 32 rows, 4 warps and at most 128 registers.
     "quantize": Tile(32, 4, 128),
@@ -71,9 +72,10 @@ _TILES = {
     "scatter": Tile(32, 4, 88),
     "gather_pinned": Tile(32, 4, 168),
     "scatter_pinned": Tile(32, 4, 168),
-    # First run: 53 % (count and encode) and 44 %. A section has 16 rows.
+    # First run: 53 % (count and encode, 34 and 96 registers) and 44 % (80 registers). A section has 16 rows.
     "lossless_count": Tile(16, 4, 96),
-    "lossless_encode": Tile(16, 4, 96),
+    "lossless_encode": Tile(16, 4, 64),
+    "lossless_encode, more values": Tile(16, 4, 96),
     "lossless_decode": Tile(16, 4, 96),
 }
 # The interpreter's time is per program, so it gets the tiles of 32 warps. Results are the same.
@@ -92,6 +94,6 @@ def tile_of(kernel: Any, constants: Mapping[str, object] | None = None) -> Tile:
     """Return the tile of a kernel with these constants; a kernel's name ends with "_kernel"."""
     name = str(kernel.__name__).removesuffix("_kernel")
     more = f"{name}, more values"
-    if more in _TILES and any((constants or {}).get(each) for each in _MORE_VALUES):
+    if constants and more in _TILES and any(constants.get(each) is value for each, value in _MORE_VALUES.items()):
         name = more
     return _tile(name)

@@ -194,13 +194,16 @@ def lossless_encode_(
         )
 
 
-def _take(room: Tensor, starts: Tensor, marks: Tensor) -> Tensor:
+def _take(room: Tensor, starts: Tensor, marks: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the entries of a room that belong to the marks of a tile, in their order; zeros for places past the room.
 
     Args:
         room: int8 or int16, the stored escapes of one kind in the whole message.
         starts: int32, place in the room of the first escape of each section of the tile.
         marks: bool [n], True for each code of the tile that marks this kind of escape.
+
+    Returns:
+        The entries, and bool, True for places within the room; None instead if all are.
     """
     counts = _per_section(marks)
     ends = counts.cumsum(0)
@@ -209,12 +212,12 @@ def _take(room: Tensor, starts: Tensor, marks: Tensor) -> Tensor:
     shifts = starts.to(torch.int64).clamp_(0, room.numel()).sub_(ends - counts)
     begin = int(shifts[0])
     if begin + total <= room.numel() and bool((shifts == begin).all()):
-        return room[begin : begin + total]
+        return room[begin : begin + total], None
     # The room is too small, or the message is malformed: look up each place, as the kernel does.
     at = shifts.repeat_interleave(counts).add_(torch.arange(total, device="cpu"))
     found, held = room.new_zeros(total), at < room.numel()
     found[held] = room[at[held]]
-    return found
+    return found, held
 
 
 def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> None:
@@ -234,7 +237,13 @@ def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: in
             to8, to16 = nibbles == _TO_8, nibbles == _TO_16
             # (code ^ 8) - 8 sign-extends a 4-bit code. Codes that are marks are replaced below.
             small = nibbles.bitwise_xor_(8).sub_(8).view(torch.int8)
-            small.masked_scatter_(to8, _take(views.room8, starts[:, 0], to8))
+            small.masked_scatter_(to8, _take(views.room8, starts[:, 0], to8)[0])
+            places = to16.nonzero().squeeze(1)
+            exact, within = _take(views.room16, starts[:, 1], to16)
+            if within is not None:
+                # Values past the room stay those of the reference.
+                small[places[~within]] = 0
+                places, exact = places[within], exact[within]
             difference = _row("differences", small.numel(), torch.int16)
             for half, lies in zip(_halves(small), difference.view(-1, 2, _ROW // 2).unbind(1), strict=True):
                 lies.copy_(half)
@@ -243,5 +252,5 @@ def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: in
             bits = _turn_(keys.add_(difference[: keys.numel()]))
             # padded includes the end of the last block, where a malformed message may have marks, too.
             padded = _row("keys", small.numel(), torch.int16)
-            padded[_elements(to16.nonzero().squeeze(1))] = _take(views.room16, starts[:, 1], to16)
+            padded[_elements(places)] = exact
             target[piece].view(torch.int16).copy_(bits)
