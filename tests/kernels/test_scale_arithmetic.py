@@ -44,7 +44,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("levels", [7, 127])
-# All exponents with a quotient of 2**-126 or more behave alike. -119 is the smallest of them for 127 levels.
+# Exponents whose quotients are all 2**-126 or more behave alike. -119 is the smallest of them for 127 levels.
 @pytest.mark.parametrize("exponent", [0, -119, 127])
 def test_a_scale_is_correctly_rounded(levels: int, exponent: int) -> None:
     mantissas = torch.arange(1 << 23, dtype=torch.int32)

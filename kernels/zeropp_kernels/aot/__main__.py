@@ -8,7 +8,7 @@
 
 The columns code and path are instructions per element: all instructions of the code, and those that a program with a
 complete and aligned tile executes, with the body of a loop once (column loop; of a sum, for each message after the
-second). flight is the most bytes that a thread has loaded before it uses the first of them.
+first). flight is the most bytes that a thread has loaded before it uses the first of them.
 
 The exit code is 1 if a kernel does not compile, or if its code has spills, local memory, too many registers, unexpected
 fused multiply-adds, or other numbers of 128-bit or of narrow loads and stores than expected. The command must run in a

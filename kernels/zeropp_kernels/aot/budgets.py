@@ -16,7 +16,7 @@ REGISTERS = {True: 128, False: 168}
 _AMD = {
     "gather_pinned": 256, "scatter_pinned": 256, "lossless_count": 96, "lossless_encode": 96, "lossless_decode": 96,
 }  # fmt: skip
-# Elements per thread of most kernels. Sums and lossless kernels have 16.
+# Elements per thread of most kernels. Sums of plain values and lossless kernels have 16.
 _ELEMENTS = 32
 # Kernels that compute scales, and their fused multiply-adds per scale. A thread has the elements of one group.
 _ENCODERS = ("quantize", "quantize_tensors", "reduce_quantize", "delta_encode")

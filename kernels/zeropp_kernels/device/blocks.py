@@ -2,12 +2,13 @@
 
 A tile is TILE groups in registers, as two tensors [TILE, K, 64] named lower and upper: the first and the last 64
 elements of each row of 128 (K rows per group: 1 for groups of 128, 2 for groups of 256). With this split, the two int4
-codes of a byte and the two inputs of the rotation's widest step are in one thread. Each thread has runs of 16
-consecutive elements, which allows 128-bit loads and stores.
+codes of a byte and the two inputs of the rotation's widest step are in one thread. In encoders and rotations each
+thread has runs of 16 consecutive elements, which allows 128-bit loads and stores.
 
 Results are equal to the bit to those of :mod:`zeropp_kernels.reference`, for three reasons. Kernels are compiled with
-``enable_fp_fusion=False``. Divisions are correctly rounded (``div_rn``). Under Triton's interpreter, casts to and from
-bfloat16 are done on integers, because the interpreter's casts truncate and flush subnormal values to zero.
+``enable_fp_fusion=False``. Scales and their inverses are correctly rounded (:func:`_quotient`, :func:`_inverse`). Under
+Triton's interpreter, casts to and from bfloat16 are done on integers, because the interpreter's casts truncate and
+flush subnormal values to zero.
 """
 
 from __future__ import annotations
@@ -362,13 +363,14 @@ def load_words(base, live, count, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.
     For 4 bits a byte has codes of both halves, so both results are the same tensor. Words are zeros where ``live``,
     which broadcasts to [TILE, K, 16], is False. ``count`` is any int32 that is not negative.
 
-    WIDTH is the number of words that a thread loads at once: 4 for values that stay in the same threads, and otherwise
-    as many as have the 16 bytes of values that a thread stores at once. With more, the values would have to be
-    exchanged between threads.
+    WIDTH is the number of words in one load of a thread. It is 4 if threads need runs of 16 elements. If values are
+    stored directly, it is the number of words whose values fill one 16-byte store: 2 for 16-bit values, 1 for float32.
+    A larger WIDTH would move values between threads.
     """
     words = base.to(tl.pointer_type(tl.int32))
     if WIDTH < 4:
-        # Adds zero. The compiler only knows that the offset is a multiple of WIDTH words.
+        # Adds zero, which the compiler does not know. It can prove an alignment of WIDTH words only, and makes loads of
+        # that width.
         words += (count >> 31) * WIDTH
     group = tl.arange(0, TILE)[:, None, None]
     row = tl.arange(0, K)[None, :, None]
@@ -383,9 +385,9 @@ def load_words(base, live, count, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.
 
 @triton.jit
 def _field(words, magic, BITS: tl.constexpr, PLACE: tl.constexpr):
-    """Return the float32 values of the codes at bits PLACE to PLACE + BITS - 1 of words, minus half of their range.
+    """Return the codes at bits PLACE to PLACE + BITS - 1 of words, as float32.
 
-    ``magic`` is the bits of float32 2**23.
+    A code c is stored as c plus half of the range of codes. ``magic`` is the bits of float32 2**23.
     """
     # A float without a shift and without a conversion from integer: the code is set into the mantissa of
     # 2**(23 - PLACE), where bit PLACE counts ones.

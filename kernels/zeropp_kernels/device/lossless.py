@@ -302,8 +302,8 @@ def lossless_encode_kernel(
 @triton.jit
 def _beyond(marks, before, places, limit):
     """Return the marks of escapes whose place is ``limit`` or more."""
-    # Escapes of a word that are within the room, 0 to 8. Adding 8 less that number to the marks before each code sets
-    # the highest of its 4 bits if the escape is beyond.
+    # within is the number of a word's escapes that fit, 0 to 8. Add 8 - within to the marks before each code: the
+    # highest of their 4 bits is then set if the escape does not fit.
     within = tl.minimum(tl.maximum(limit - places, 0), 8)
     return marks & ((before + (8 - within) * _ONES) >> 3)
 

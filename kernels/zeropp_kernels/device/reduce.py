@@ -44,7 +44,7 @@ def _load_message(
     message, scales_offset, row, group, end, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Load TILE * K rows of one message from row ``row`` on: (lower bytes, upper bytes, scale bits [TILE, K]).
+    """Load TILE * K rows of one message from row ``row`` on: (lower words, upper words, scale bits [TILE, K]).
 
     ``group`` [TILE, K] is the group of each row. Rows of groups from ``end`` on are zeros.
     """
@@ -71,7 +71,7 @@ def sum_pair(
     # because a division of a signed number takes five instructions.
     group = (rows >> (GROUP_ROWS - 1)).to(tl.int32)
     lower, upper, bits = _load_message(messages, scales_offset, row, group, groups, groups, BITS, TILE, K, WIDTH)
-    # Load the next message as packed bytes before adding this one, so that the loads overlap with the additions.
+    # Load the words of the next message before adding this one, so that the loads overlap with the additions.
     messages += whole(nbytes, 128)
     next_lower, next_upper, next_bits = _load_message(
         messages, scales_offset, row, group, tl.where(count > 1, groups, 0), groups, BITS, TILE, K, WIDTH

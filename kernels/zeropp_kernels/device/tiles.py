@@ -1,9 +1,9 @@
 """Sizes of programs and bounds of registers, by kernel, in one table.
 
-Each entry names the measurement that it comes from. Shares are of a copy's bandwidth at 256 MiB of bfloat16. "First
-run" is ``bench/results/2026-11-27_gpu-first-run.md``, an H200 with Triton 3.6.0. No other GPU has been measured, so all
-architectures have the same entries. docs/kernels-machine-code.md has instructions and registers of each kernel, and the
-shares that they predict.
+Comments give what the first run on a GPU measured, ``bench/results/2026-11-27_gpu-first-run.md``: an H200 with Triton
+3.6.0, and shares of a copy's bandwidth at 256 MiB of bfloat16. That run had the earlier code, and other tiles where the
+comments say so. The present entries have not been measured. All architectures have the same ones, because no other GPU
+has been measured. docs/kernels-machine-code.md has the instructions and registers of each kernel.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Tile:
         return self.rows * 128 // numel
 
 
-# Constants of kernels that keep more values in registers: rotated values, errors, those to which a sum is added, and
-# masks of single elements.
+# Constants of kernels that keep more values in registers: rotated values, errors, old values that a sum is added
+# to, and masks of single elements.
 _MORE_VALUES = {"ROTATE": True, "FEEDBACK": True, "ACCUMULATE": True, "EVEN": False}
 _TILES = {
     # First run: 101 % (int8) and 100 % (int4) with 32 rows, 4 warps and at most 128 registers.
@@ -57,7 +57,7 @@ _TILES = {
     # First run: 73 % (4 x int8 to int4) with 32 rows and 92 registers.
     "reduce_quantize": Tile(16, 2, 64),
     "reduce_quantize, more values": Tile(16, 2, 96),
-    # First run: 94 % (int8, 48 registers) and 74 % (int4, 83 registers). Neither takes more than 48 now.
+    # First run: 94 % (int8, 48 registers) and 74 % (int4, 83 registers). On NVIDIA GPUs neither takes more than 48 now.
     "dequantize": Tile(32, 4, 128),
     # First run: 95 % (4 x int8) and 84 % (4 x int4) with 32 rows and 72 to 76 registers.
     "reduce": Tile(16, 2, 96),
