@@ -202,7 +202,8 @@ def check(case: Case, facts: Facts, backend: str) -> list[str]:
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
     fused = _fused(case)
-    # Triton may compute one or two scales again, in whole or in part, in the layout in which it stores them.
+    # Triton may compute one or two scales again, in whole or in part, in the layout in which it stores them. A quotient
+    # and an inverse have two multiply-adds each.
     again = 2 * _PER_SCALE if case.name in _ENCODERS else 0
     # AMD's compiler combines conversions from float16 with some of a rotation's multiply-adds, in instructions that do
     # not count.

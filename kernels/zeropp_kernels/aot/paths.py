@@ -92,7 +92,7 @@ def _nvidia(opcode: str, operands: str, predicated: bool) -> Instruction:
 
 
 def _nvidia_width(opcode: str) -> int:
-    for size, nbytes in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+    for size, nbytes in (("256", 32), ("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
         if size in opcode.split("."):
             return nbytes
     return 4
@@ -198,7 +198,7 @@ def path_of(code: Sequence[Instruction], labels: Mapping[str, int]) -> Path:
         end, follow = blocks[start]
         sizes = [size for each in code[start:end] for size in (each.loaded, each.stored) if size]
         loops = sum((start, after) in back for after in follow)
-        own = sum(size == 16 for size in sizes), loops, -sum(size < 4 for size in sizes), -sum(sizes), start - end
+        own = sum(size >= 16 for size in sizes), loops, -sum(size < 4 for size in sizes), -sum(sizes), start - end
         rests = [best[after] for after in follow if (start, after) not in back]
         # Threads that store nothing more leave early.
         rest = max([*rests, _NOTHING] if code[end - 1].leaves or not rests else rests)

@@ -35,7 +35,6 @@ __all__ = [
     "saturate",
     "scale_of",
     "scale_value",
-    "store_codes",
     "store_encoded",
     "store_pair",
     "store_scales",
@@ -44,7 +43,6 @@ __all__ = [
     "wide",
     "widen",
     "within",
-    "word_rows",
 ]
 
 # 1.5 * 2**23. Adding it to a float32 of small magnitude rounds that to an integer, ties to even, because float32 values
@@ -297,7 +295,7 @@ def encode_pair(lower, upper, inverse, BITS: tl.constexpr):
     """
     inverse = inverse[:, None, None]
     # Product and sum are rounded separately, as in torch. Fused, products next to a tie would get another code.
-    # 8 bits: the low bits of the sum are the code's two's complement. 4 bits: see store_codes.
+    # 8 bits: the low bits of the sum are the code's two's complement. 4 bits: see _store_codes.
     lower_magic: tl.constexpr = _MAGIC if BITS == 8 else _MAGIC_LOWER_4
     upper_magic: tl.constexpr = _MAGIC if BITS == 8 else _MAGIC_UPPER_4
     lower = lower * inverse + lower_magic
@@ -315,7 +313,7 @@ def _words(x):
 
 
 @triton.jit
-def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def _store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """Store a tile of codes from :func:`encode_pair` at ``base``, for groups where ``live`` [TILE] is True.
 
     int4: byte j of a row's 64 bytes has element j in its low half and element j + 64 in its high half.
@@ -331,13 +329,13 @@ def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr
         # Each code is 8 more than its value, plus a constant that disappears in the sum (see _MAGIC_UPPER_4), so the
         # sum of a word is eight codes of 0 to 15 that do not overlap. Flipping the highest bit of each subtracts 8.
         words = _words(lower + (upper << 4)) ^ _FLIP_4
-        tl.store(base.to(tl.pointer_type(tl.int32)) + word_rows(16, TILE, K), words, mask=live)
+        tl.store(_word_pointers(base.to(tl.pointer_type(tl.int32)), BITS, TILE, K), words, mask=live)
 
 
 @triton.jit
 def store_encoded(base, lower, upper, live, finite, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Store codes as :func:`store_codes` does, but zeros in groups where ``finite`` [TILE] is False."""
-    store_codes(base, lower, upper, live & finite, BITS, TILE, K)
+    """Store codes as :func:`_store_codes` does, but zeros in groups where ``finite`` [TILE] is False."""
+    _store_codes(base, lower, upper, live & finite, BITS, TILE, K)
     # A second, masked store that is rarely taken costs less than clearing 32 codes in registers. It stores bytes also
     # for 4 bits: then Triton gives each thread 16 consecutive elements, and words need no exchange between threads.
     spoilt = (live & ~finite)[:, None, None]
@@ -349,11 +347,12 @@ def store_encoded(base, lower, upper, live, finite, BITS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def word_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Return offsets [TILE, K, 16] of the first 16 words of each row, for rows that are STRIDE words apart."""
-    group = tl.arange(0, TILE)[:, None, None].to(tl.int64)
-    row = tl.arange(0, K)[None, :, None].to(tl.int64)
-    return group * (K * STRIDE) + row * STRIDE + tl.arange(0, 16)[None, None, :].to(tl.int64)
+def _word_pointers(base, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Return pointers [TILE, K, 16] to the first 16 words of each row of codes."""
+    # Two steps for rows, so that the compiler finds that the rows of a thread are a constant distance apart.
+    group = tl.arange(0, TILE)[:, None, None]
+    row = tl.arange(0, K)[None, :, None]
+    return base + tl.arange(0, 16)[None, None, :] + group * (4 * K * BITS) + row * (4 * BITS)
 
 
 @triton.jit
@@ -372,9 +371,7 @@ def load_words(base, live, count, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.
         # Adds zero, which the compiler does not know. It can prove an alignment of WIDTH words only, and makes loads of
         # that width.
         words += (count >> 31) * WIDTH
-    group = tl.arange(0, TILE)[:, None, None]
-    row = tl.arange(0, K)[None, :, None]
-    at = words + tl.arange(0, 16)[None, None, :] + group * (4 * K * BITS) + row * (4 * BITS)
+    at = _word_pointers(words, BITS, TILE, K)
     lower = tl.load(at, mask=live, other=0)
     if BITS == 8:
         return lower, tl.load(at + 16, mask=live, other=0)
@@ -396,7 +393,7 @@ def _field(words, magic, BITS: tl.constexpr, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _bytes(even, odd):
+def _interleaved(even, odd):
     """Return [TILE, K, 64] from the values of even and odd bytes of half words, each [TILE, K, 16, 2]."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1], 64])
 
@@ -417,14 +414,14 @@ def code_pair(lower, upper, count, BITS: tl.constexpr):
         upper ^= _FLIP_8
         lower = tl.join(lower, lower >> half)
         upper = tl.join(upper, upper >> half)
-        lower = _bytes(_field(lower, magic, 8, 0), _field(lower, magic, 8, 8))
-        upper = _bytes(_field(upper, magic, 8, 0), _field(upper, magic, 8, 8))
+        lower = _interleaved(_field(lower, magic, 8, 0), _field(lower, magic, 8, 8))
+        upper = _interleaved(_field(upper, magic, 8, 0), _field(upper, magic, 8, 8))
     else:
         tl.static_assert(BITS == 4)
         lower ^= _FLIP_4
         both = tl.join(lower, lower >> half)
-        lower = _bytes(_field(both, magic, 4, 0), _field(both, magic, 4, 8))
-        upper = _bytes(_field(both, magic, 4, 4), _field(both, magic, 4, 12))
+        lower = _interleaved(_field(both, magic, 4, 0), _field(both, magic, 4, 8))
+        upper = _interleaved(_field(both, magic, 4, 4), _field(both, magic, 4, 12))
     return lower, upper
 
 

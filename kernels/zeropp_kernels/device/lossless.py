@@ -391,11 +391,12 @@ def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> Launch
     if layout.sections == 0:
         starts.zero_()
         return None
-    tile = tile_of(lossless_count_kernel).holds(SECTION)
+    even = layout.numel % BLOCK == 0
+    tile = tile_of(lossless_count_kernel, {"EVEN": even}).holds(SECTION)
     done = launch(
         lossless_count_kernel, (triton.cdiv(layout.sections, tile),),
         values, reference, layout.numel, layout.blocks, starts,
-        EVEN=layout.numel % BLOCK == 0, TILE=tile,
+        EVEN=even, TILE=tile,
     )  # fmt: skip
     _add_up(values, reference, starts)
     return done._replace(after=_add_up)
@@ -410,12 +411,13 @@ def lossless_encode_(
         # Without sections no program would run to clear the message.
         message.zero_()
         return None
-    tile = tile_of(lossless_encode_kernel).holds(SECTION)
+    even = layout.numel % BLOCK == 0
+    tile = tile_of(lossless_encode_kernel, {"EVEN": even}).holds(SECTION)
     return launch(
         lossless_encode_kernel, (triton.cdiv(layout.sections, tile),),
         values, reference, layout.numel, layout.blocks, starts, message, layout.nbytes,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=tile,
+        EVEN=even, TILE=tile,
     )  # fmt: skip
 
 
@@ -426,10 +428,11 @@ def lossless_decode_(
     layout = lossless_layout(out.numel() // count, room8, room16)
     if layout.sections == 0:
         return None
-    tile = tile_of(lossless_decode_kernel).holds(SECTION)
+    even = layout.numel % BLOCK == 0
+    tile = tile_of(lossless_decode_kernel, {"EVEN": even}).holds(SECTION)
     return launch(
         lossless_decode_kernel, (triton.cdiv(layout.sections, tile), count),
         messages, reference, out, layout.numel, layout.nbytes, layout.blocks,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=tile,
+        EVEN=even, TILE=tile,
     )  # fmt: skip

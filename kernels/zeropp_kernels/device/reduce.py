@@ -34,7 +34,7 @@ __all__ = ["dequantize_", "reduce_", "sum_", "sum_pair"]
 
 
 @triton.constexpr_function
-def stored_words(dtype: tl.dtype) -> int:
+def _stored_words(dtype: tl.dtype) -> int:
     """Return the number of words of four codes whose values take 16 bytes in ``dtype``."""
     return 1 if dtype.primitive_bitwidth == 32 else 2
 
@@ -69,7 +69,7 @@ def sum_pair(
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
     # The group is computed per row, because source groups can be twice or half as long as groups of the tile. A shift,
     # because a division of a signed number takes five instructions.
-    group = (rows >> (GROUP_ROWS - 1)).to(tl.int32)
+    group = (rows >> (GROUP_ROWS.bit_length() - 1)).to(tl.int32)
     lower, upper, bits = _load_message(messages, scales_offset, row, group, groups, groups, BITS, TILE, K, WIDTH)
     # Load the words of the next message before adding this one, so that the loads overlap with the additions.
     messages += whole(nbytes, 128)
@@ -114,7 +114,7 @@ def _decoded(
 ):  # fmt: skip
     """Return one decoded tile of one message in ``dtype``."""
     group = tl.broadcast_to((row // K).to(tl.int32) + tl.arange(0, TILE)[:, None], [TILE, K])
-    width: tl.constexpr = 4 if ROTATE else stored_words(dtype)
+    width: tl.constexpr = 4 if ROTATE else _stored_words(dtype)
     lower, upper, bits = _load_message(message, scales_offset, row, group, groups, groups, BITS, TILE, K, width)
     lower, upper = value_pair(lower, upper, scale_value(bits)[:, :, None], groups, BITS)
     if ROTATE:
@@ -164,7 +164,7 @@ def reduce_kernel(
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
-    width: tl.constexpr = 4 if ROTATE else stored_words(out.dtype.element_ty)
+    width: tl.constexpr = 4 if ROTATE else _stored_words(out.dtype.element_ty)
     lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, width)
     if device_scale is not None:
         scale = tl.load(device_scale)
@@ -286,7 +286,7 @@ def reduce_(
     layout = message_layout(out.numel(), bits)
     if layout.groups == 0:
         return None
-    tile = tile_of(reduce_kernel).holds(layout.group)
+    tile = tile_of(reduce_kernel, {"ROTATE": rotate, "ACCUMULATE": accumulate}).holds(layout.group)
     return launch(
         reduce_kernel, (ceil_div(layout.groups, tile),),
         messages, count, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
