@@ -33,7 +33,7 @@ class Facts:
         narrow_loads, narrow_stores: number of loads and stores of global memory below 32 bits.
         fused: number of fused multiply-adds that are not part of a division; a packed instruction counts as two.
         shared: bytes of shared memory.
-        path: what a program with a complete and aligned tile executes.
+        path: counts of the instructions that a program with a complete and aligned tile executes.
     """
 
     instructions: int

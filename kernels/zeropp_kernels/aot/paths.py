@@ -39,7 +39,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Path:
-    """What a program executes.
+    """Counts of the instructions that a program executes.
 
     Attributes:
         instructions: number of instructions, with the body of a loop once.
