@@ -52,17 +52,19 @@ def test_a_limit_is_of_all_ranks_of_a_node(states: str, local: int) -> None:
 
 
 def test_a_refusal_names_every_term_with_the_key_that_reduces_it() -> None:
-    own = plan("cpu", "cpu", buffer_size=10**6)
-    lines = refusal(own, host_bytes=GIB // 2).split("\n")
-    for terms, said in {
-        ("main_weights", "gradients", "optimizer_states"): 'offload_optimizer.device "nvme"',
-        ("wire_weights",): 'offload_param.device "nvme"',
-        ("step_staging",): "sub_group_size (1,000,000,000 elements) or offload_optimizer.buffer_count (4)",
-        ("gather_staging",): "offload_param.buffer_size (1,000,000 elements) or offload_param.buffer_count (5)",
-    }.items():
+    in_memory, in_files = plan("cpu", "cpu"), plan("nvme", "nvme", buffer_size=10**6)
+    sent_up = plan("cpu")
+    for own, terms, said in [
+        (in_memory, ("main_weights", "gradients", "optimizer_states"), 'offload_optimizer.device "nvme"'),
+        (in_memory, ("wire_weights",), 'offload_param.device "nvme"'),
+        (sent_up, ("upload_staging",), "a lower sub_group_size (1,000,000,000 elements)"),
+        (in_files, ("step_staging",), "sub_group_size (1,000,000,000 elements) or offload_optimizer.buffer_count (4)"),
+        (in_files, ("gather_staging",), "offload_param.buffer_size (1,000,000 elements) or offload_param.buffer_count"),
+    ]:
+        lines = refusal(own, host_bytes=1).split("\n")
         (line,) = (line for line in lines if f"{own.host[terms[0]]:,} bytes" in line and said in line)
         assert all(f"{term.replace('_', ' ')} {own.host[term]:,} bytes" in line for term in terms)
-    assert len(lines) == 6 and "more nodes" in lines[-1]
+        assert "more nodes" in lines[-1]
 
 
 def test_each_setting_that_is_named_makes_its_term_less() -> None:
@@ -70,8 +72,10 @@ def test_each_setting_that_is_named_makes_its_term_less() -> None:
     files = plan("nvme", "cpu")
     assert files.host.get("main_weights", 0) + files.host.get("gradients", 0) < own.host["main_weights"]
     assert plan("nvme", "nvme", max_in_cpu=0).host.get("wire_weights", 0) == 0 < own.host["wire_weights"]
-    assert plan("nvme", sub_group_size=10**5).host["step_staging"] < own.host["step_staging"]
-    assert plan("nvme", "nvme", buffer_size=10**5).host["gather_staging"] < own.host["gather_staging"]
+    assert plan("nvme", sub_group_size=10**5).host["step_staging"] < files.host["step_staging"]
+    assert plan("cpu", sub_group_size=10**5).host["upload_staging"] < plan("cpu").host["upload_staging"]
+    both = plan("nvme", "nvme")
+    assert plan("nvme", "nvme", buffer_size=10**5).host["gather_staging"] < both.host["gather_staging"]
     text = refusal(plan("nvme", "nvme"), host_bytes=1)
     assert (
         "offload_param.max_in_cpu (1,000,000,000 elements) allows them" in text

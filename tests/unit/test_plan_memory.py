@@ -220,12 +220,12 @@ PAGE = 4096
 def test_offloaded_states_leave_wire_weights_on_the_device() -> None:
     plan = memory(two_layers(), offloaded("cpu"), 2)
     assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2, "edit_markers": MARKERS}
-    ring = 4 * 5 * PAGE  # 4 buffers of 5 pages, because a page for each of 18 parts (3 sub-groups) is needed
+    ring = 2 * PAGE  # two buffers for the new weights of the larger shard, in bfloat16
     assert plan.host == {
         "gradients": ROW * 4,
         "main_weights": ROW * 4,
         "optimizer_states": ROW * 8,
-        "step_staging": ring,
+        "upload_staging": ring,
     }
     assert (plan.disk, plan.device_states) == ({}, 0)
     assert plan.host_total == ROW * 16 + ring and plan.total == 24 + MARKERS + ROW * 2
@@ -233,10 +233,19 @@ def test_offloaded_states_leave_wire_weights_on_the_device() -> None:
 
 
 def test_weights_on_the_host_leave_nothing() -> None:
-    plan = memory(two_layers(), offloaded("cpu", "cpu", buffer_count=3, buffer_size=100), 2)
+    plan = memory(two_layers(), offloaded("cpu", "cpu"), 2)
     assert plan.total == 24 + MARKERS and plan.host["wire_weights"] == ROW * 2
-    assert plan.host["gather_staging"] == 3 * PAGE
+    assert not {"upload_staging", "step_staging", "gather_staging"} & plan.host.keys()
     assert plan.pinned == 0 and plan.device_states == 0
+
+
+def test_rows_that_the_device_copies_are_page_locked() -> None:
+    settings = offloaded("cpu", pin_memory=True)
+    settings["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+    assert memory(two_layers(), settings, 2).pinned == ROW * 4 + 2 * PAGE
+    settings["zero_optimization"]["offload_param"]["device"] = "cpu"
+    assert memory(two_layers(), settings, 2).pinned == ROW * 4 + ROW * 2
+    assert memory(two_layers(), settings, 2, device="cpu").pinned == 0
 
 
 def test_weights_alone_stay_if_they_are_stepped_on_the_device() -> None:
@@ -299,7 +308,9 @@ def test_rings_hold_the_largest_shard_or_the_configured_size() -> None:
     plan = memory(model, settings, 2)
     each = -(-400_000 // PAGE) * PAGE
     assert (plan.host["step_staging"], plan.host["gather_staging"]) == (4 * each, 2 * each)
-    assert plan.pinned == 2 * each and memory(model, settings, 2, device="cpu").pinned == 0
+    # Weights stay in host memory up to max_in_cpu, and the device reads them there.
+    assert plan.pinned == 2 * each + plan.host["wire_weights"] and plan.host["wire_weights"] == 4 * 2**19 * 2
+    assert memory(model, settings, 2, device="cpu").pinned == 0
 
 
 def test_other_optimizers_keep_more_or_less() -> None:

@@ -135,10 +135,10 @@ def test_reads_and_writes_overlap_the_step_of_a_tile_if_enabled(
     """The next sub-group is read (read_ahead) and the last one written (write_behind) during a step, if enabled."""
     log, stepped = list[tuple[str, int]](), [threading.Event() for _ in range(5)]
 
-    def step(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
+    def step(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep], copies: Any) -> None:
         number = sum(event.is_set() for event in stepped)
         log.append(("steps", number))
-        step_slices(cores, rule, steps)
+        step_slices(cores, rule, steps, copies)
         log.append(("stepped", number))
         stepped[number].set()
 

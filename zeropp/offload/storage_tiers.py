@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, copy
-from zeropp.offload.swap import Extent
+from zeropp.offload.swap import Extent, page_locked
 from zeropp.offload.transfer import Transfers
 
 __all__ = [
@@ -117,10 +117,12 @@ class MemoryTensor:
     Attributes:
         tensor: all numbers, [numel].
         place: kind of memory of the tensor.
+        locked: True if the tensor is in page-locked host memory.
     """
 
     tensor: Tensor
     place: Place = "device"
+    locked: bool = False
     in_memory = True
 
     @property
@@ -151,15 +153,22 @@ class Memory:
     Attributes:
         device: device of the rows.
         place: kind of memory of the rows.
+        locked: True to page-lock the rows, so that a GPU copies to and from them without staging buffers.
     """
 
     device: torch.device
     place: Place = "device"
+    locked: bool = False
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """Allocate a row of zeros in this memory."""
+        """Allocate a row of zeros in this memory.
+
+        Raises:
+            RuntimeError: the row cannot be page-locked.
+        """
         # Zeros, because padding is stepped with the rest and optimizer states start from zeros.
-        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
+        zeros = page_locked(numel, dtype) if self.locked else torch.zeros(numel, dtype=dtype, device=self.device)
+        return MemoryTensor(zeros, self.place, self.locked)
 
     def serves(self, device: torch.device) -> bool:
         """Return True if rows are in the memory of ``device``."""
@@ -172,10 +181,10 @@ class Memory:
 
 
 class HostMemory(Memory):
-    """Host memory while another device trains."""
+    """Host memory while another device trains; ``locked`` page-locks the rows."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), "host")
+    def __init__(self, *, locked: bool = False) -> None:
+        super().__init__(torch.device("cpu"), "host", locked)
 
 
 def host_memory(device: torch.device) -> Memory:

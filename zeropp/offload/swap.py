@@ -2,7 +2,8 @@
 
 `SwapFile` allocates extents; `ExtentAllocator` keeps track of the free parts of the file. Bytes are moved only by
 `read_at` and `write_at`. Callers call them through this module (``swap.read_at``), so that a test can replace them for
-all callers. Direct I/O needs memory that starts on a page, which `aligned` allocates.
+all callers. Direct I/O needs memory that starts on a page, which `aligned` allocates. `page_locked` allocates memory
+for copies between host and GPU.
 
 [Note: mapping beside direct I/O] An extent is accessed in two ways: through its tensor, which is a shared mapping in
 the page cache, and by transfers past the page cache (direct I/O). Linux keeps the two coherent if they do not overlap
@@ -22,6 +23,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -45,6 +47,7 @@ __all__ = [
     "aligned",
     "copy_bytes",
     "mapped",
+    "page_locked",
     "read_at",
     "view_of",
     "write_at",
@@ -55,6 +58,8 @@ _log = logging.getLogger("zeropp")
 # Mappings must start on a page, and pages have more than 4096 bytes on some processors.
 ALIGNED = max(4096, mmap.PAGESIZE)
 """Least alignment of extents in bytes. O_DIRECT needs at most 4096 on existing disks, a mapping whole pages."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable: the memory counts as page-locked for all GPUs of the process
 
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers that mean "no O_DIRECT on this file system", when a file is opened or at the first read or write."""
@@ -402,6 +407,45 @@ def aligned(numel: int, dtype: torch.dtype) -> Tensor:
     # to this process's memory.
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=numel)
+
+
+class _LockedPages(mmap.mmap):
+    """Anonymous memory that is page-locked for CUDA until nothing refers to it."""
+
+    address = 0  # 0 while the memory is not page-locked
+
+    def lock(self, address: int, nbytes: int) -> None:
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(code):
+            raise RuntimeError(
+                f"cannot page-lock {nbytes:,} bytes of host memory (CUDA error {int(code)}); free host memory, raise "
+                "the limit of locked memory, or set pin_memory to false in offload_optimizer and offload_param"
+            )
+        self.address = address
+
+    def __del__(self) -> None:
+        # At the end of the program, CUDA may be gone, and the system unlocks the memory.
+        if self.address and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def page_locked(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros [numel] in page-locked host memory, which GPUs copy to and from directly.
+
+    Unlike torch's allocator, which rounds sizes up to powers of two, this function takes exactly the memory it needs,
+    in whole pages.
+
+    Raises:
+        RuntimeError: CUDA cannot page-lock the memory.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    nbytes = numel * dtype.itemsize
+    pages = _LockedPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
+    pages.lock(tensor.data_ptr(), nbytes)
+    return tensor
 
 
 def mapped(

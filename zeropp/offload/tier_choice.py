@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from zeropp.offload.read_ahead import GdsReader, ReadAhead, Ring
 from zeropp.offload.storage_tiers import (
     Files,
     FileTensor,
+    HostMemory,
     Memory,
     PartlyInMemory,
     StorageTier,
@@ -41,6 +42,7 @@ __all__ = [
     "divide_steps",
     "open_tiers",
     "staging_nbytes",
+    "upload_staging",
 ]
 
 ALL = sys.maxsize
@@ -61,7 +63,7 @@ class Offload:
         path: directory of the swap file (``nvme_path``); None for host memory.
         buffer_numel: largest number of elements in a staging buffer.
         buffer_count: number of staging buffers.
-        pin_memory: True if staging buffers are page-locked.
+        pin_memory: True to page-lock staging buffers, and rows in host memory that a GPU copies to or from.
         max_in_cpu: elements that stay in host memory although there is a path; None to put all of them in the file.
         ratio: fraction of the elements that the host steps.
     """
@@ -109,8 +111,9 @@ class Tiers:
         states: tier of the optimizer states of elements that the host steps.
         gradients: tier of reduced gradients, which are summed there.
         weights: tier of frozen weights and of the copies that gathers start from between steps.
-        reader: thread that reads weights for gathers; None if they are on the device.
-        ring: staging buffers for gradients and for steps on the host; None if nothing leaves the device.
+        reader: thread that reads weights in files for gathers; None if no weights are in files.
+        ring: staging buffers of the host's step for numbers that are not in host memory, and of gradients in files;
+            None if all is in host memory.
         device_numel: number of elements at the front of a shard that the wrapped optimizer steps, with their states
             next to the main weights; the host's cores step the others.
         close: function that closes files, staging buffers and threads.
@@ -186,7 +189,7 @@ def at_device(device: torch.device) -> Tiers:
 
 
 def open_tiers(
-    options: TierOptions, device: torch.device, staging: tuple[Staging | None, Staging | None], space: Mapping[str, int]
+    options: TierOptions, device: torch.device, staging: Mapping[str, Staging], space: Mapping[str, int]
 ) -> Tiers:
     """Open files, staging buffers and threads for the numbers that are kept off the device.
 
@@ -208,44 +211,50 @@ def open_tiers(
     # On an error, failed closes all that was opened so far. Otherwise it stays open until Tiers.close.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
-        main, kept = choose_tiers(options, Memory(device), host, _Swapping(options.io, host, opened, space))
-        steps, reads = staging
-        ring = reader = None
-        if steps is not None:
-            ring = Ring(steps.count, steps.nbytes, pinned=steps.pinned)
+        tiers = choose_tiers(
+            options,
+            Memory(device),
+            lambda locked: HostMemory(locked=True) if locked else host,
+            _Swapping(options.io, host, opened, space),
+        )
+        rings = {name: each.make_ring() for name, each in staging.items()}
+        for ring in rings.values():
             opened.callback(ring.close)
-        if reads is not None:
-            straight = GdsReader(device) if options.io.use_gds else None
-            reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned), straight)
+        reader = None
+        if (reads := rings.get("gather_staging")) is not None:
+            reader = ReadAhead(reads, GdsReader(device) if options.io.use_gds else None)
             opened.callback(reader.close)
         failed.pop_all()
-    return Tiers(main, main, main, kept, reader, ring, ALL if options.stepped is None else 0, opened.close)
+    return replace(tiers, reader=reader, ring=rings.get("step_staging"), close=opened.close)
 
 
 def choose_tiers(
-    options: TierOptions, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
-) -> tuple[StorageTier, StorageTier]:
-    """Return two tiers: for main weights with gradients and states, and for frozen weights and wire copies.
-
-    A wire copy is the offloaded copy of a shard that gathers start from.
+    options: TierOptions, memory: Memory, host: Callable[[bool], StorageTier], files: Callable[[str], Files]
+) -> Tiers:
+    """Return the tiers of all rows, without staging buffers.
 
     Args:
         options: the numbers that are kept off the device.
         memory: tier of the device that trains.
-        host: tier of host memory.
+        host: function that returns the tier of host memory; its argument is True for page-locked rows.
         files: function that opens the tier of files in a directory.
     """
 
-    def tier(part: Offload | None) -> StorageTier:
+    def tier(part: Offload | None, *, copied: bool) -> StorageTier:
+        """Return the tier of a part's rows; ``copied`` is True if the device copies to or from the rows."""
         if part is None:
             return memory
+        own = host(copied and part.pin_memory and memory.device.type == "cuda")
         if part.path is None:
-            return host
+            return own
         # Both kinds may have the same directory, and then share a swap file.
-        own = files(part.path)
-        return own if part.max_in_cpu is None else PartlyInMemory(own, part.max_in_cpu)
+        mixed = replace(files(part.path), memory=own)
+        return mixed if part.max_in_cpu is None else PartlyInMemory(mixed, part.max_in_cpu)
 
-    return tier(options.stepped), tier(options.weights)
+    main = tier(options.stepped, copied=False)
+    gradients = tier(options.stepped, copied=True)
+    weights = tier(options.weights, copied=True)
+    return Tiers(main, main, gradients, weights, device_numel=ALL if options.stepped is None else 0)
 
 
 @dataclass(frozen=True)
@@ -267,11 +276,20 @@ class Staging:
         """Bytes of all buffers together."""
         return self.count * self.nbytes
 
+    def make_ring(self) -> Ring:
+        """Return a new ring of these sizes."""
+        return Ring(self.count, self.nbytes, pinned=self.pinned)
 
-def choose_staging(
-    options: TierOptions, device: torch.device, largest: int, itemsize: int
-) -> tuple[Staging | None, Staging | None]:
-    """Return the staging buffers for steps on the host, and those for reads of gathers; None where none are needed.
+
+def choose_staging(options: TierOptions, device: torch.device, largest: int, itemsize: int) -> dict[str, Staging]:
+    """Return the rings of staging buffers that are needed, by their names in memory plans.
+
+    - ``step_staging``: between files and the device or the step on the host; also for the one buffer of which the
+      host steps only a part, whose main weights and gradients are on the device.
+    - ``gather_staging``: for weights that gathers read from files.
+
+    Rows in host memory need no staging buffers: the device copies to and from them directly. :func:`upload_staging` has
+    the ring for new weights.
 
     Args:
         options: the numbers that are kept off the device, with numbers and sizes of staging buffers.
@@ -280,18 +298,33 @@ def choose_staging(
         itemsize: bytes of an element of the largest dtype of main weights.
     """
     stepped, weights = options.stepped, options.weights
-    weights_away = weights is not None and not weights.serves(device)
     # Page-locking is useful only for CUDA devices, and torch refuses it without CUDA.
     pinned = device.type == "cuda"
-    steps = reads = None
-    if stepped is not None and (weights_away or not stepped.serves(device)):
+    found = {}
+    if stepped is not None and not (stepped.serves(device) and (weights is None or weights.serves(device))):
         # Not larger than the largest shard needs, so that small models with default settings do not allocate gigabytes.
-        nbytes = staging_nbytes(stepped.buffer_count, min(stepped.buffer_numel, largest) * itemsize)
-        steps = Staging(stepped.buffer_count, nbytes, pinned and stepped.pin_memory)
-    if weights is not None and weights_away:
+        nbytes = min(stepped.buffer_numel, largest) * itemsize
+        locked = pinned and stepped.pin_memory
+        if options.paths or stepped.ratio < 1:
+            count = stepped.buffer_count
+            found["step_staging"] = Staging(count, staging_nbytes(count, nbytes), locked)
+    if weights is not None and weights.path is not None:
         nbytes = _aligned(min(weights.buffer_numel, largest) * itemsize)
-        reads = Staging(weights.buffer_count, nbytes, pinned and weights.pin_memory)
-    return steps, reads
+        found["gather_staging"] = Staging(weights.buffer_count, nbytes, pinned and weights.pin_memory)
+    return found
+
+
+def upload_staging(stepped: Offload, device: torch.device, sizes: Iterable[tuple[int, int]]) -> Staging | None:
+    """Return the ring of staging buffers for new weights on their way to the device; None if none go there.
+
+    Args:
+        stepped: settings of the step on the host.
+        device: the device that trains.
+        sizes: for each shard whose new weights go to the device, its elements and the bytes of an element.
+    """
+    nbytes = max((min(stepped.buffer_numel, numel) * itemsize for numel, itemsize in sizes), default=0)
+    # Two buffers: the step fills one while the other is copied.
+    return Staging(2, _aligned(nbytes), device.type == "cuda" and stepped.pin_memory) if nbytes else None
 
 
 def staging_nbytes(count: int, nbytes: int) -> int:

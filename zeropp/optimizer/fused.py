@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,7 @@ class SliceStep:
         step: number of the step, as returned by :meth:`Rule.begin_step`.
         grad_scale: float32 scalar on the CPU that the kernel divides ``grad`` by, in place; None to use ``grad``
             unchanged. For float64 weights its 24-bit precision is too low for clipping.
+        rounded: [numel] output for the new weights in another dtype; None if they have no copy. Rules do not use it.
     """
 
     param: Tensor
@@ -64,6 +66,24 @@ class SliceStep:
     settings: SettingsSnapshot
     step: float
     grad_scale: Tensor | None = None
+    rounded: Tensor | None = None
+
+    def split(self, numel: int, names: Sequence[str]) -> Iterator[SliceStep]:
+        """Yield the steps of parts of ``numel`` elements; the last part may be smaller.
+
+        Args:
+            numel: a multiple of `CUT`, so that the bits are those of one step.
+            names: names of the states that the step uses.
+        """
+        if self.param.numel() <= numel:
+            yield self
+            return
+        params, grads = self.param.split(numel), self.grad.split(numel)
+        states = {name: self.states[name].split(numel) for name in names}
+        rounded = [None] * len(params) if self.rounded is None else self.rounded.split(numel)
+        for number, each in enumerate(zip(params, grads, rounded, strict=True)):
+            own = {name: parts[number] for name, parts in states.items()}
+            yield SliceStep(each[0], each[1], own, self.settings, self.step, self.grad_scale, each[2])
 
 
 class Rule(ABC):
@@ -267,6 +287,7 @@ def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     )
 
 
+@lru_cache(maxsize=4)
 def _counted(step: float) -> Tensor:
-    """Return the step number as a float32 tensor, which the kernels expect."""
+    """Return the step number as a float32 tensor, which the kernels expect and do not change."""
     return torch.tensor(step, dtype=torch.float32, device="cpu")

@@ -6,10 +6,11 @@
 intra-op thread. A kernel call on a whole tensor would use the intra-op threads of the process, which training needs.
 
 :class:`SubGroupSteps` steps shards whose numbers are not all in host memory, or whose new weights must be copied
-elsewhere. A sub-group's numbers are read into staging buffers, stepped there and written back. Meanwhile the next
-sub-group may be read and the previous one written. The staging buffers limit the size of a sub-group: each kind of
-number that is not in host memory, and new weights for another copy, need a part of a buffer for each sub-group in
-flight.
+elsewhere. A sub-group's numbers in files are read into staging buffers, stepped there and written back. Meanwhile the
+next sub-group may be read and the previous one written. The staging buffers limit the size of a sub-group: each kind of
+number that is in a file needs a part of a buffer for each sub-group in flight. A chunk's new weights are rounded right
+after its step, while they are in the cache. Those for the device go through staging buffers of their own, and a second
+stream copies them while the next sub-group is stepped (:class:`~zeropp.params.wire_copy.Upload`).
 
 [Note: steps on the host] If optimizer states are offloaded, ``step()`` first decides everything: if the step is
 skipped, the factor that clips gradients, the set of gradients, and a copy of the settings and step counts. Then
@@ -29,9 +30,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import itemgetter
 from queue import SimpleQueue
 
 import torch
@@ -45,10 +47,13 @@ from zeropp.engine.engine import Engine
 from zeropp.offload import storage_tiers
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
+from zeropp.offload.tier_choice import ALL, upload_staging
 from zeropp.optimizer.fused import CUT, Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.sharded_params import ShardedParams, Slice
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.wire_copy import Upload
+from zeropp.setup.choices import choose_tier_options
 
 __all__ = [
     "CHUNK_NUMEL",
@@ -81,9 +86,16 @@ class HostStep:
         # One thread runs all steps, so units are stepped in order and the next forward's first units are ready first.
         # The step's copies use a stream of their own. On the model's stream they would wait behind the forward that
         # should hide them.
-        self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
+        self._stream, self._uploads = (
+            make_stream(name, engine.device, sends=False, overlap=True, hosted=True) for name in ("step", "upload")
+        )
+        # Staging buffers for new weights on their way to the device; None until some go there.
+        self._upload_ring: Ring | None = None
+        self._stepped = choose_tier_options(config).stepped
+        self._make_upload_ring(engine.trainable_buffers)
         self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
-        engine.agreement.on_loss(self._stream.abandon)
+        for stream in (self._stream, self._uploads):
+            engine.agreement.on_loss(stream.abandon)
         # Users may call state_dict() or load_state_dict() of the wrapped optimizer itself, which must wait for the
         # step.
         waits = partial(_wait, weakref.ref(engine), Engine.wait_for_step)
@@ -93,6 +105,19 @@ class HostStep:
         # engine.
         engine.on_close(self._pool.close)
         engine.on_close(self._stream.close)
+        engine.on_close(self._uploads.close)
+
+    def _make_upload_ring(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Make the staging buffers for new weights, if there are none and some of the flat buffers need them."""
+        sizes = [
+            (buffer.main.tensor.numel(), source.dtype.itemsize)
+            for buffer in buffers
+            if (source := buffer.wire_copy) is not None and source.follows and source.uploads
+        ]
+        assert self._stepped is not None  # HostStep is created only if offload_optimizer is configured
+        if self._upload_ring is None and (staging := upload_staging(self._stepped, self._engine.device, sizes)):
+            self._upload_ring = staging.make_ring()
+            self._engine.on_close(self._upload_ring.close)
 
     def can_step(self) -> bool:
         """Return True if a fused CPU kernel exists for the optimizer with its current settings."""
@@ -137,14 +162,22 @@ class HostStep:
         # ranks.
         with engine.agreement.watching("making room for optimizer states", call="step()"):
             jobs = self._decide(rule, slices, taken, divisor)
+            self._make_upload_ring(jobs)
             events = []
         # Use the forward's order, because the next forward waits for the first units and computes while later ones are
         # stepped.
+        ring = self._upload_ring
         for unit in engine.units_in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
-            if own:
-                events.append(self._stream.run(partial(self._step, rule, own)))
-                unit.note_step(events[-1])
+            if not own:
+                continue
+            # All units use both streams or all use one, so that after an error the later work of both streams fails.
+            upload = None if ring is None else Upload(ring)
+            event = self._stream.run(partial(self._step, rule, own, upload))
+            if upload is not None:
+                event = self._uploads.run(upload.run)
+            events.append(event)
+            unit.note_step(event)
         engine.agreement.step_under_way(events)
         if divisor is not None:
             # The step divides gradients in place without raising their versions, so their norms must count as outdated.
@@ -153,8 +186,18 @@ class HostStep:
         if waits or not self.lazy:
             engine.wait_for_step()
 
-    def _step(self, rule: Rule, jobs: list[BufferStep]) -> None:
-        """Step the buffers of one unit. Runs on the step thread."""
+    def _step(self, rule: Rule, jobs: list[BufferStep], upload: Upload | None) -> None:
+        """Step the buffers of one unit, and send new weights to the device. Runs on the step thread."""
+        try:
+            self._step_all(rule, jobs, upload)
+        except BaseException as error:
+            if upload is not None:
+                upload.end(error)
+            raise
+        if upload is not None:
+            upload.end()
+
+    def _step_all(self, rule: Rule, jobs: list[BufferStep], upload: Upload | None) -> None:
         # Step all slices in one call, so that small slices together keep all threads busy.
         in_place = [each for job in jobs if job.in_place for _, each in job.slices]
         if in_place:
@@ -162,11 +205,10 @@ class HostStep:
         others = [job for job in jobs if not job.in_place]
         if others:
             ring = self._engine.maker.tiers.ring
-            assert ring is not None  # a ring exists if any weights, gradients or states are outside host memory
             sub_groups = SubGroupSteps(
                 ring, self._pool, rule, read_ahead=self._read_ahead, write_behind=self._write_behind
             )
-            sub_groups.step_buffers(others)
+            sub_groups.step_buffers(others, upload)
 
     def _decide(
         self, rule: Rule, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None
@@ -360,13 +402,16 @@ def _attempt(chunk: Callable[[], object], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
+def step_slices(
+    cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep], copies: Sequence[tuple[Tensor, Tensor]] = ()
+) -> None:
     """Step all given slices in place. The result has the same bits for any number of threads.
 
     Args:
         cores: threads that run the step.
         rule: rule of the wrapped optimizer.
         steps: slices to step.
+        copies: pairs of target and source to copy beside the steps, in the same threads.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device that `SliceStep` requires; nothing is stepped.
@@ -374,16 +419,20 @@ def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> N
     # Check all slices before the first step, because a later refusal would leave some weights new and others old.
     for one in steps:
         _check_settings(rule, one)
-    cores.run_chunks(
-        [partial(_step_chunk, rule, one, start) for one in steps for start in range(0, one.param.numel(), CHUNK_NUMEL)]
-    )
+    chunks: list[Callable[[], object]] = []
+    for one in steps:
+        chunks += [partial(_step_chunk, rule, part) for part in one.split(CHUNK_NUMEL, rule.states(one.settings))]
+    for target, source in copies:
+        parts = zip(target.split(CHUNK_NUMEL), source.split(CHUNK_NUMEL), strict=True)
+        chunks += [partial(into.copy_, values) for into, values in parts]
+    cores.run_chunks(chunks)
 
 
-def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
-    # Cut the chunk here, on the pool's thread, so that the threads share the cost of slicing tensors.
-    part = slice(start, start + CHUNK_NUMEL)
-    states = {name: one.states[name][part] for name in rule.states(one.settings)}
-    rule.step_slice(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
+def _step_chunk(rule: Rule, one: SliceStep) -> None:
+    rule.step_slice(one)
+    if one.rounded is not None:
+        # The new weights are still in the cache. A pass of its own over all weights would read them from memory again.
+        one.rounded.copy_(one.param)
 
 
 def _check_settings(rule: Rule, one: SliceStep) -> None:
@@ -534,17 +583,44 @@ class BufferStep:
 
     @property
     def staged(self) -> list[str]:
-        """Kinds of numbers that need staging buffers: those not in host memory, and new weights for another copy."""
-        source = self.buffer.wire_copy
-        follows = source is not None and source.follows
-        return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * follows
+        """Kinds of numbers that need staging buffers because they are in files, new weights for another copy included.
 
-    def in_tile(self, start: int, values: dict[str, Tensor]) -> list[SliceStep]:
+        New weights for the device have staging buffers of their own.
+        """
+        source = self.buffer.wire_copy
+        in_file = source is not None and source.follows and not source.uploads and source.new_in_place(0, 0) is None
+        return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * in_file
+
+    def upload_room(self, upload: Upload | None) -> int:
+        """Return the number of elements that a staging buffer for new weights holds; unlimited if none go there."""
+        source = self.buffer.wire_copy
+        if upload is None or source is None or not (source.follows and source.uploads):
+            return ALL
+        return upload.nbytes // source.dtype.itemsize
+
+    def left_over(self, start: int, stop: int) -> Iterator[slice]:
+        """Yield the parts of a sub-group that no slice steps: padding, and weights without a gradient.
+
+        Args:
+            start: first element of the sub-group in the shard.
+            stop: last element + 1.
+        """
+        at = start
+        for first, each in sorted(self.slices, key=itemgetter(0)):
+            begin = min(max(first, at), stop)
+            if begin > at:
+                yield slice(at - start, begin - start)
+            at = max(at, min(first + each.param.numel(), stop))
+        if at < stop:
+            yield slice(at - start, stop - start)
+
+    def in_tile(self, start: int, values: dict[str, Tensor], rounded: Tensor | None = None) -> list[SliceStep]:
         """Return the steps of the slice parts that lie in one sub-group, on the sub-group's staged tensors.
 
         Args:
             start: first element of the sub-group in the shard.
             values: the sub-group's numbers, by kind.
+            rounded: output for all new weights of the sub-group in the dtype of their copy; None if there is none.
         """
         stop = start + values[_MAIN].numel()
         found = []
@@ -558,18 +634,25 @@ class BufferStep:
                 own = slice(begin - first, end - first)
                 # A state that stays in memory has no stored tensor: each slice has its own tensor instead.
                 states = {k: values[k][cut] if k in values else state[own] for k, state in each.states.items()}
-                found.append(replace(each, param=values[_MAIN][cut], grad=values[_GRADIENT][cut], states=states))
+                found.append(
+                    replace(
+                        each, param=values[_MAIN][cut], grad=values[_GRADIENT][cut], states=states,
+                        rounded=None if rounded is None else rounded[cut],
+                    )
+                )  # fmt: skip
         return found
 
 
 class SubGroupSteps:
     """Steps many buffers once, sub-group by sub-group. The step has exclusive use of the ring of staging buffers."""
 
-    def __init__(self, ring: Ring, cores: CpuStepPool, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
+    def __init__(
+        self, ring: Ring | None, cores: CpuStepPool, rule: Rule, *, read_ahead: bool, write_behind: bool
+    ) -> None:
         """Configure the step.
 
         Args:
-            ring: staging buffers, all of which the step takes.
+            ring: staging buffers for numbers in files, all of which the step takes; None if there are no files.
             cores: threads that step.
             rule: rule of the wrapped optimizer.
             read_ahead: True to read the next sub-group while the current one is stepped.
@@ -581,19 +664,24 @@ class SubGroupSteps:
         self._count = 1 + read_ahead + write_behind
         self._read_ahead = read_ahead
 
-    def step_buffers(self, jobs: Sequence[BufferStep]) -> None:
-        """Step buffers one after another, and return when all results are written.
+    def step_buffers(self, jobs: Sequence[BufferStep], upload: Upload | None = None) -> None:
+        """Step buffers one after another, and return when all results in files are written.
 
         Args:
             jobs: work of each buffer.
+            upload: the way of new weights to the device; needed if any go there.
         """
-        with self._ring.all_taken() as buffers:
+        nothing = contextlib.nullcontext(list[Tensor]())
+        with nothing if self._ring is None else self._ring.all_taken() as buffers:
             # Divide for the buffer with the most staged kinds. Small buffers stay in memory and stage fewer kinds.
             kinds = max(len(job.staged) for job in jobs)
             parts = _divide(buffers, kinds * self._count)
             slots = [_Staging(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
             itemsize = max(job.buffer.main_dtype.itemsize for job in jobs)
-            sub_groups = [(job, *sub_group) for job in jobs for sub_group in _cut(job.buffer, _room(parts, itemsize))]
+            most = _room(parts, itemsize)
+            sub_groups = [
+                (job, *sub_group) for job in jobs for sub_group in _cut(job.buffer, min(most, job.upload_room(upload)))
+            ]
             try:
                 for number, (job, start, stop) in enumerate(sub_groups):
                     own = slots[number % self._count]
@@ -603,7 +691,7 @@ class SubGroupSteps:
                         _begin_read(slots[(number + 1) % self._count], *sub_groups[number + 1])
                     # Wait for the reads of this sub-group.
                     own.wait_for_copies()
-                    self._step(own, job, start, stop)
+                    self._step(own, job, start, stop, upload)
                     if self._count == 1:
                         own.wait_for_copies()
             finally:
@@ -613,30 +701,35 @@ class SubGroupSteps:
                     for each in slots:
                         ending.callback(each.wait_for_copies)
 
-    def _step(self, own: _Staging, job: BufferStep, start: int, stop: int) -> None:
+    def _step(self, own: _Staging, job: BufferStep, start: int, stop: int, upload: Upload | None) -> None:
         """Step one sub-group, and start writing the numbers that changed."""
-        step_slices(self._pool, self._rule, job.in_tile(start, own.values))
+        source = job.buffer.wire_copy
+        new, copies = own.values[_MAIN], list[tuple[Tensor, Tensor]]()
+        rounded = buffer = None
+        if source is not None and source.follows:
+            # Written by the step's own threads, in the dtype of the copy. A copy to a GPU that also converts would use
+            # one core and pageable memory.
+            rounded = source.new_in_place(start, stop)
+            if rounded is None:
+                if source.uploads:
+                    assert upload is not None  # given if any new weights go to the device
+                    buffer = upload.take_buffer()
+                room = own.parts[len(job.staged) - 1] if buffer is None else buffer
+                rounded = room[: new.numel() * source.dtype.itemsize].view(source.dtype)
+            copies = [(rounded[part], new[part]) for part in job.left_over(start, stop)]
+        step_slices(self._pool, self._rule, job.in_tile(start, own.values, rounded), copies)
         for kind, row in job.rows.items():
             # Only clipping changes gradients. Write clipped gradients back, unless zero_grad() has discarded them
             # meanwhile.
             if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
                 own.events.append(row.write(job.place(kind, start), own.values[kind]))
-        source = job.buffer.wire_copy
-        if source is None or not source.follows:
+        if source is None or rounded is None:
             return
-        new = own.values[_MAIN]
-        # Convert with the pool's threads, into staging memory that may be page-locked. A file needs the final dtype. A
-        # copy to a GPU that also converts would use one core and pageable memory.
-        rounded = own.parts[len(job.staged) - 1][: new.numel() * source.dtype.itemsize].view(source.dtype)
-        self._pool.run_chunks(
-            [
-                partial(rounded[at : at + CHUNK_NUMEL].copy_, new[at : at + CHUNK_NUMEL])
-                for at in range(0, new.numel(), CHUNK_NUMEL)
-            ]
-        )
-        own.events.append(source.take_new_weights(start, rounded))
-        if stop == job.buffer.main.tensor.numel():
-            source.finish_taking()
+        last = stop == job.buffer.main.tensor.numel()
+        if buffer is not None and upload is not None:
+            upload.send(source, start, rounded, buffer, last=last)
+        elif source.new_in_place(start, stop) is None:
+            own.events.append(source.take_new_weights(start, rounded))
 
 
 class _Staging:
@@ -687,7 +780,7 @@ def _divide(buffers: Sequence[Tensor], count: int) -> list[Tensor]:
 
 def _room(parts: Sequence[Tensor], itemsize: int) -> int:
     """Return the largest number of elements of a sub-group; practically unlimited if nothing is staged."""
-    return parts[0].numel() // itemsize if parts else 1 << 62
+    return parts[0].numel() // itemsize if parts else ALL
 
 
 def _cut(buffer: FlatBuffer, most: int) -> list[_Range]:

@@ -457,5 +457,5 @@ def make_wire_copy(
     elif kept:
         size, stored = (codec.nbytes(numel), codec.dtype) if codec else (numel, path.dtype)
         row = tiers.weights.allocate_tensor(size, stored)
-    reader = None if row is None or row.place == "device" else tiers.reader
+    reader = None if row is None or row.in_memory else tiers.reader
     return WireCopy(main, row, dtype if exact else path.dtype, codec, device, reader)

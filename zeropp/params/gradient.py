@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import unguarded
-from zeropp.comm.streams import BUS, Stage, Work, in_turn, issued_here, stages_of, used_here
+from zeropp.comm.streams import BUS, Stage, Work, copy, in_turn, stages_of, used_here
 from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.offload.tier_choice import ALL, Tiers
 from zeropp.partition.levels import BufferLayout, Fragment
@@ -31,6 +31,7 @@ __all__ = ["Gradient", "GradientPaths", "ReduceWork"]
 
 
 _grad = attrgetter("grad")
+_PART = 1 << 22  # elements of an offloaded shard that the device reads at a time to add to them
 
 _Parts = tuple[list[Tensor], list[Tensor]]
 """Views of a flat buffer: one for each parameter, and one for each gap between parameters."""
@@ -120,14 +121,15 @@ class Gradient:
         self.shard = self.row.tensor
         self.transient = self.row.place == "device" and tiers.device_numel == ALL
         self.feedbacks = [hop.feedback for hop in paths.straight.hops if hop.feedback is not None]
-        # Staging ring for sums that are stored off the device; None if the shard is on the device.
-        self._ring = None if tiers.gradients.serves(device) else tiers.ring
+        # True if sums are computed on the device and stored off it. Those in files pass through the staging ring.
+        self._stores = not tiers.gradients.serves(device)
+        self._ring = tiers.ring
         # Classes of links behind the reduction: for the gather to replicas, and for the copy to an offloaded shard.
-        back = [*(paths.replicas.links if paths.replicas is not None else ()), *([] if self._ring is None else [BUS])]
+        back = [*(paths.replicas.links if paths.replicas is not None else ()), *([BUS] if self._stores else [])]
         self._straight_links = [*paths.straight.links, *back]
         self._from_held_links = [*paths.from_held.links, *back]
         # Bytes of a sum that waits to be copied off the device.
-        self._stored_nbytes = 0 if self._ring is None else self.row.nbytes
+        self._stored_nbytes = self.row.nbytes if self._stores else 0
         self.arrived = False
         self.report = Report(self.shard, device)
         self._reported = -1  # autograd version of ``shard`` when ``report`` was made
@@ -142,7 +144,7 @@ class Gradient:
         self._scaled = 1.0  # factor that the last message was scaled by for float16 headroom
         # True if there is no hop, and the shard is on the device and not in 16 bits: gradients are then added to the
         # shard without a message, on a GPU by one kernel.
-        self._gathers = self._ring is None and adds_directly(paths.straight, self.shard)
+        self._gathers = not self._stores and adds_directly(paths.straight, self.shard)
         self._plain = PlainCodec(self.dtype)
         by_kernel = self._gathers and summed_by_kernels(self.shard)
         # The parts of parameters in the shard, and the gaps between them; None if a kernel adds or messages are sent.
@@ -332,7 +334,7 @@ class Gradient:
             return ReduceWork(links, [stages_of(part, links)], None if hold else self._arrive)
         path, numel, links = self.paths.straight, self.layout.numel, self._straight_links
         self.alloc_shard()
-        if self.paths.replicas is not None or self._ring is not None:
+        if self.paths.replicas is not None or self._stores:
             # Several ranks keep a copy of each shard, so the sum is reduced to one piece per rank and gathered back
             # from there. Or the shard is off the device.
             part = self._reduce_replicas(path, message, numel, scale)
@@ -351,22 +353,28 @@ class Gradient:
         self, path: ReducePath, message: Tensor, numel: int, scale: float, *, again: bool = False
     ) -> Reduction:
         """Return the reduction of messages into the shard."""
-        report = None if self._padding else self.report
-        accumulate, unit = self._has_arrived, self.unit
+        accumulate, unit, report = self._has_arrived, self.unit, self._summed_report
         return path.reduction(
             message, numel, self.shard, scale=scale, accumulate=accumulate, unit=unit, report=report, again=again
         )
 
+    @property
+    def _summed_report(self) -> Report | None:
+        """The report for the last sum to fill; None if padding must be cleared before the result is measured."""
+        return None if self._padding else self.report
+
     def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """Return a generator that reduces messages into the shard."""
-        if self._ring is not None:
+        if self._stores:
             return self._reduce_and_store(path, message, numel, scale)
         return in_turn(self._into_shard(path, message, numel, scale).stages())
 
     def _reduce_and_store(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """Reduce messages on the device, then copy the sum to the offloaded shard."""
-        total = self._empty_sum()
-        sums = path.reduction(message, numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
+        total, report = self._empty_sum(), self._summed_report
+        sums = path.reduction(
+            message, numel, total, scale=scale, accumulate=lambda: False, unit=self.unit, report=report
+        )
         yield from in_turn(sums.stages())
         yield from self._store(total)
 
@@ -374,15 +382,31 @@ class Gradient:
         return torch.empty(self.shard.numel(), dtype=self.dtype, device=self.device)
 
     def _store(self, total: Tensor) -> Iterator[None]:
-        """Add a sum to the offloaded shard and measure the result; pauses once before that."""
+        """Add a sum, which is measured unless there is padding, to the offloaded shard; pauses once before that."""
         # Pause, so that the copies run on the comm stream of the host link. The host waits for them there, and the next
         # reduction runs meanwhile.
         yield
         used_here(total)
-        assert self._ring is not None
         self._clear_padding(total)
-        self.report.reset()
-        # Store whole blocks at a time, so that the report has the same bits as one of the whole shard.
+        # Measure again after an addition: the optimizer steps with the accumulated gradient.
+        if self.arrived:
+            self.report.reset()
+        elif self._padding:
+            self.report.measure(total)
+        if not self.row.in_memory:
+            self._store_in_file(total)
+            return
+        if self.arrived:
+            for start in range(0, total.numel(), _PART):
+                self.report.add_part(total[start : start + _PART], self.shard[start : start + _PART], start)
+        # The device writes to host memory itself, without a staging buffer. The host waits, because the step reads the
+        # shard.
+        self.row.write(0, total).wait(threading.TIMEOUT_MAX)
+
+    def _store_in_file(self, total: Tensor) -> None:
+        """Add a sum to the shard in a file, part by part through the staging ring."""
+        assert self._ring is not None  # there is a ring if there are files
+        # Whole blocks at a time, so that the report has the same bits as one of the whole shard.
         most = self._ring.nbytes // self.dtype.itemsize // BLOCK * BLOCK
         for start in range(0, total.numel(), most):
             part = total[start : start + most]
@@ -390,8 +414,8 @@ class Gradient:
                 staged = buffer[: part.nbytes].view(self.dtype)
                 if self.arrived:
                     self.row.read(start, staged).wait(threading.TIMEOUT_MAX)
-                self.report.send_part(part, staged, start, accumulate=self.arrived)
-                issued_here(self.device).wait(threading.TIMEOUT_MAX)
+                    self.report.add_part(part, staged, start)
+                copy(staged, part).wait(threading.TIMEOUT_MAX)
                 self.row.write(start, staged).wait(threading.TIMEOUT_MAX)
 
     def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
@@ -452,11 +476,11 @@ class Gradient:
         # ``whole`` is a single message, so this call only casts, scales and perhaps adds.
         last = PlainCodec(whole.dtype)
         scale = scale / headroom
-        if self._ring is None:
+        if not self._stores:
             last.decode_sum_([whole], self.shard, scale=scale, accumulate=self.arrived, report=self.report)
         else:
             total = self._empty_sum()
-            last.decode_sum_([whole], total, scale=scale)
+            last.decode_sum_([whole], total, scale=scale, report=self._summed_report)
             del piece, whole  # or this frame would keep both alive until the sum is stored
             yield from self._store(total)
 
@@ -466,7 +490,7 @@ class Gradient:
 
     def _arrive(self) -> None:
         """Mark the shard as filled, at the end of a reduction."""
-        unmeasured = bool(self._padding) and self._ring is None
+        unmeasured = bool(self._padding) and not self._stores
         if unmeasured:
             # Clear the padding on the comm stream, before the reduction's end event, so that the optimizer never reads
             # what rotated codes left in it.

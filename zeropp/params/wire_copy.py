@@ -11,15 +11,18 @@ The copy has the form in which weights travel: values in the compute dtype, or o
 
 from __future__ import annotations
 
+import threading
+from queue import SimpleQueue
+
 import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
-from zeropp.offload.read_ahead import GdsTensor, PendingRead, ReadAhead
+from zeropp.offload.read_ahead import GdsTensor, PendingRead, ReadAhead, Ring
 from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.wire.codecs import Codec
 
-__all__ = ["WireCopy"]
+__all__ = ["Upload", "WireCopy"]
 
 
 class WireCopy:
@@ -49,7 +52,7 @@ class WireCopy:
             dtype: dtype of new weights if no codec is given. With a codec they have the dtype of ``main``.
             codec: codec of the message in ``row``; None if ``row`` holds plain values.
             device: device that trains.
-            reader: read-ahead thread that copies ``row`` to the device; None if ``row`` is on the device or is None.
+            reader: read-ahead thread for a ``row`` in a file; None if ``row`` is in memory or is None.
         """
         self.row = row
         self._main = main
@@ -77,13 +80,13 @@ class WireCopy:
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
     def begin_gather(self, after: Event | None) -> Tensor | PendingRead | GdsTensor:
-        """Return the source of one gather, and start reading it if it is off the device.
+        """Return the source of one gather, and start reading it if it is in a file.
 
         Args:
             after: event at which the step that writes the row has ended; the read waits for it. None to read at once.
 
         Returns:
-            The row's tensor if it is on the device, else a handle that delivers the row once it has been read.
+            The row's tensor if it is in memory, else a handle that delivers the row once it has been read.
         """
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin_read(self.row, after)
@@ -103,6 +106,26 @@ class WireCopy:
         self._new = None
 
     # Updates, after main weights have changed.
+
+    @property
+    def uploads(self) -> bool:
+        """True if new weights go to the device, from staging buffers where the host has written them."""
+        return self.row is None or self._codec is not None or self.row.place == "device"
+
+    def new_in_place(self, start: int, stop: int) -> Tensor | None:
+        """Return the part of ``row`` to which the host itself may write new weights.
+
+        Args:
+            start: first element of the part in the shard.
+            stop: last element + 1.
+
+        Returns:
+            [stop - start] in ``dtype``; None if the row is not in host memory, or if new weights must be encoded first.
+        """
+        if self.uploads or self.row is None or not self.row.in_memory:
+            return None
+        # ``data`` leaves the version counter as it is: versions must change only when the user edits weights.
+        return self.row.tensor.data[start:stop]
 
     def take_new_weights(self, start: int, values: Tensor) -> Event:
         """Take over new main weights, beginning at element ``start`` of the shard.
@@ -157,3 +180,65 @@ class WireCopy:
         message = self._codec.empty(values.numel(), 1, self._device)
         self._codec.encode_(message, values)
         self.row.tensor.copy_(message)
+
+
+class Upload:
+    """New weights of one unit on their way to the device, while the host steps further weights.
+
+    The thread that steps the unit calls :meth:`take_buffer`, :meth:`send` and in the end :meth:`end`. The thread of
+    another stream calls :meth:`run`.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        """Prepare the upload.
+
+        Args:
+            ring: staging buffers for new weights.
+        """
+        self._ring = ring
+        self._parts: SimpleQueue[tuple[WireCopy, int, Tensor, Tensor, bool] | BaseException | None] = SimpleQueue()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one staging buffer."""
+        return self._ring.nbytes
+
+    def take_buffer(self) -> Tensor:
+        """Wait for a free staging buffer and return it, uint8 [nbytes]."""
+        return self._ring.take_buffer()
+
+    def send(self, source: WireCopy, start: int, values: Tensor, buffer: Tensor, *, last: bool) -> None:
+        """Send new weights of one buffer to the device.
+
+        Args:
+            source: the offloaded source of the buffer's gathers.
+            start: first element of ``values`` in the shard.
+            values: new weights in ``source.dtype``, in the staging buffer.
+            buffer: the staging buffer, which returns to the ring after the copy.
+            last: True if these are the last new weights of the shard.
+        """
+        self._parts.put((source, start, values, buffer, last))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the end of the unit's new weights, or of the attempt to step them."""
+        self._parts.put(error)
+
+    def run(self) -> None:
+        """Copy everything that is sent, and return after the last copy.
+
+        Raises:
+            BaseException: the error that :meth:`end` was given, or that of a copy.
+        """
+        while (part := self._parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            source, start, values, buffer, last = part
+            try:
+                source.take_new_weights(start, values).wait(threading.TIMEOUT_MAX)
+                if last:
+                    source.finish_taking()
+            except BaseException:
+                # Nobody returns buffers after this, so the step must not wait for one.
+                self._ring.close()
+                raise
+            self._ring.return_buffer(buffer)

@@ -93,6 +93,11 @@ def _host_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
             f"step staging {size_text(terms['step_staging'])}: a lower sub_group_size ({config.zero.sub_group_size:,} "
             f"elements) or offload_optimizer.buffer_count ({states.buffer_count})"
         )
+    if terms.get("upload_staging"):
+        yield (
+            f"upload staging {size_text(terms['upload_staging'])}: a lower sub_group_size "
+            f"({config.zero.sub_group_size:,} elements)"
+        )
     if weights is not None and terms.get("gather_staging"):
         yield (
             f"gather staging {size_text(terms['gather_staging'])}: a lower offload_param.buffer_size "

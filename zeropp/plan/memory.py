@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, ConfigSource
-from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
-from zeropp.offload.tier_choice import ALL, Tiers
+from zeropp.offload.storage_tiers import PLACES, MemoryTensor, Place, StoredTensor
+from zeropp.offload.tier_choice import ALL, Tiers, upload_staging
 from zeropp.params.buffer_maker import BufferOutline, NoGroups, UnitOutline, weight_paths
 from zeropp.params.flat_buffer import make_wire_copy
 from zeropp.params.unit import TERMS
@@ -74,14 +74,15 @@ class MemoryPlan:
         communicators: NCCL communicators of a process's first engine on a GPU; further engines with equal groups may
             share them. Their memory is outside of torch's allocator, and no other number of this plan includes it.
         host: bytes in host memory, by term: offloaded ``main_weights``, ``gradients``, ``frozen_weights``,
-            ``wire_weights`` and ``optimizer_states``; and rings of staging buffers, ``step_staging`` for optimizer
-            steps and ``gather_staging`` for gathers.
+            ``wire_weights`` and ``optimizer_states``; and rings of staging buffers, ``upload_staging`` for new weights
+            on their way to the device, ``step_staging`` for gradients and steps of numbers that are not in host
+            memory, and ``gather_staging`` for gathers from files.
         disk: bytes in files, by term, with each tensor rounded up to 4096 bytes or, if larger, the page size.
         paths: bytes of ``disk`` below each ``nvme_path``.
         device_states: bytes of optimizer states on the device, which ``total`` does not include.
         new_weights: upper bound on device bytes of stepped weights that are not yet sent to cached weights or
             quantized. It is nonzero only with offload.
-        pinned: page-locked bytes of the staging rings.
+        pinned: page-locked bytes of ``host``: staging rings, gradients and wire weights.
         local: number of ranks per node.
         on_host: True if the device is the CPU, so that ``terms`` are in host memory.
         settings: the configuration.
@@ -251,8 +252,10 @@ def plan_space(blueprint: Blueprint, settings: Config, states: Callable[[], int]
 def _memory_of(blueprint: Blueprint, settings: Config, states: int, groups: int) -> MemoryPlan:
     tally = _Tally(blueprint, states)
     units = tuple(tally.add_unit(unit) for unit in blueprint.units)
-    named = zip(("step_staging", "gather_staging"), blueprint.staging, strict=True)
-    rings = {name: ring for name, ring in named if ring is not None}
+    rings = dict(blueprint.staging)
+    stepped = blueprint.tiers.stepped
+    if stepped is not None and (uploads := upload_staging(stepped, blueprint.device, tally.uploaded)) is not None:
+        rings["upload_staging"] = uploads
     staging = {name: ring.total for name, ring in rings.items()}
     return MemoryPlan(
         {**{term: tally.terms["device"][term] for term in TERMS}, "edit_markers": groups * _markers_nbytes(blueprint)},
@@ -263,7 +266,7 @@ def _memory_of(blueprint: Blueprint, settings: Config, states: int, groups: int)
         dict(tally.paths),
         tally.device_states,
         tally.new_weights,
-        sum(ring.total for ring in rings.values() if ring.pinned),
+        tally.locked + sum(ring.total for ring in rings.values() if ring.pinned),
         blueprint.local,
         blueprint.device.type == "cpu",
         settings,
@@ -285,6 +288,9 @@ class _Tally:
         self.terms: dict[Place, Counter[str]] = {place: Counter() for place in PLACES}
         self.paths = Counter[str]()
         self.device_states = 0
+        self.locked = 0  # bytes of page-locked rows
+        # Elements, and bytes of an element, of each shard whose new weights a step on the host sends to the device.
+        self.uploaded: list[tuple[int, int]] = []
         # Bytes of new weights per buffer: buffers whose new weights are sent as values, and buffers that are quantized
         # first.
         self._sent_on: list[int] = []
@@ -324,7 +330,7 @@ class _Tally:
                 # The first hop's message is the largest of the path.
                 message += encoding.message_nbytes(path, numel, key.wire_dtype)
                 device["feedback"] += encoding.feedback_nbytes(path, numel)
-                # The sum is computed on the device as a whole, and then copied to the host through staging buffers.
+                # The sum is computed on the device as a whole, and then copied to the host.
                 nbytes = buffer.shard * key.main_dtype.itemsize
                 if not tiers.gradients.serves(self._device):
                     arriving += nbytes
@@ -339,6 +345,7 @@ class _Tally:
     def _add(self, rows: Iterable[tuple[str, StoredTensor]]) -> None:
         for term, row in rows:
             self.terms[row.place][term] += row.nbytes
+            self.locked += row.nbytes if isinstance(row, MemoryTensor) and row.locked else 0
             if isinstance(row, PlannedExtent):
                 self.paths[row.path] += row.nbytes
 
@@ -366,6 +373,8 @@ class _Tally:
             return
         if source.row is not None and source.follows:
             yield "wire_weights", source.row
+        if key.trainable and source.follows and source.uploads:
+            self.uploaded.append((piece, source.dtype.itemsize))
         if key.trainable and (source.row is None or source.encodes):
             (self._sent_on if source.row is None else self._encoded).append(piece * source.dtype.itemsize)
 

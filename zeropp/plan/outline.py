@@ -18,7 +18,7 @@ from zeropp.comm.communicators import WORLD, Sharing, kind_of
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
 from zeropp.offload.storage_tiers import Files, Memory, MemoryTensor, StorageTier, StoredTensor
 from zeropp.offload.swap import ALIGNED
-from zeropp.offload.tier_choice import ALL, Tiers, choose_tiers
+from zeropp.offload.tier_choice import Tiers, choose_tiers
 from zeropp.params.buffer_maker import NoGroups, planned_transfers
 from zeropp.partition.levels import ranks_per_node
 from zeropp.setup.blueprint import Blueprint, draw_blueprint
@@ -165,16 +165,18 @@ def plan_tiers(blueprint: Blueprint) -> Tiers:
     options, device = blueprint.tiers, blueprint.device
     # Each planned tensor records the place where it would be; all tensors are on the meta device.
     memory = PlannedMemory(device)
-    # A CPU device and its host share one memory.
-    host: StorageTier = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
-    main, kept = choose_tiers(
-        options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host)
+
+    def host(locked: bool) -> StorageTier:
+        # A CPU device and its host share one memory.
+        return memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host", locked)
+
+    return choose_tiers(
+        options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host(locked=False))
     )
-    return Tiers(main, main, main, kept, device_numel=ALL if options.stepped is None else 0)
 
 
 def _in_file(path: str, numel: int, dtype: torch.dtype) -> StoredTensor:
-    return PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk", path)
+    return PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk", path=path)
 
 
 class PlannedMemory(Memory):
@@ -183,7 +185,7 @@ class PlannedMemory(Memory):
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """Return a planned tensor of [numel] elements at this tier's place."""
         # Plans read sizes only.
-        return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place)
+        return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place, self.locked)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Blueprint:
         dtypes: dtypes of weights, gradients and messages.
         units: units of the model in order, each with its flat buffers.
         tiers: storage tiers of offloaded tensors.
-        staging: (ring of staging buffers for optimizer steps, ring for gathers), None where nothing is offloaded.
+        staging: rings of staging buffers by name; empty where nothing is offloaded.
         sharing: which kinds of work and which engines share NCCL communicators.
         ctas: limits of thread blocks of NCCL kernels; other backends have no limit.
         loss_scaling: settings of the loss scale.
@@ -66,7 +66,7 @@ class Blueprint:
     dtypes: DtypeOptions
     units: tuple[UnitOutline, ...]
     tiers: TierOptions
-    staging: tuple[Staging | None, Staging | None]
+    staging: dict[str, Staging]
     sharing: Sharing
     ctas: Ctas
     loss_scaling: LossScaling

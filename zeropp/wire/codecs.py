@@ -652,27 +652,24 @@ class Report:
             self.flag.copy_(torch.stack(torch.aminmax(values)).isfinite().all().logical_not())
             self.has_flag = True
 
-    def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
-        """Copy a part of a gradient sum to a host staging buffer, and measure the values that end up there.
+    def add_part(self, values: Tensor, stored: Tensor, start: int) -> None:
+        """Add a stored part of a gradient sum to the same part of another sum, and measure the result.
 
-        The caller calls `reset` before the first part. The host must wait for the device before it reads ``staged``.
+        The caller calls `reset` before the first part.
 
         Args:
-            values: [numel] on the device, whole blocks; may be overwritten.
-            staged: output in host memory, of the same size and dtype.
+            values: [numel] on the device, whole blocks; the result.
+            stored: values to add, of the same size and dtype, in host memory. They must not change until the device
+                has read them.
             start: first element of the part in the shard.
-            accumulate: True to add ``values`` to the values in ``staged``.
         """
-        if _leaves_by_kernel(values, staged):
+        before = stored.to(values.device, non_blocking=True)
+        if summed_by_kernels(values):
             norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
-            gather_([values], _table(values), staged, norms=norms, flag=self.flag, accumulate=accumulate)
-            return
-        # Measure after the addition: the optimizer steps with the accumulated gradient, so the norm must be that of the
-        # sum.
-        if accumulate:
-            values.add_(staged.to(values.device))
-        self.measure_part(values, start)
-        staged.copy_(values)
+            gather_([before], _table(values), values, norms=norms, flag=self.flag, accumulate=True)
+        else:
+            values.add_(before)
+            self.measure_part(values, start)
 
 
 def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
@@ -703,14 +700,9 @@ def summed_by_kernels(out: Tensor) -> bool:
     return out.is_cuda and out.dtype == torch.float32
 
 
-def _leaves_by_kernel(values: Tensor, staged: Tensor) -> bool:
-    # With page-locked host memory, one kernel adds, measures and copies to the host.
-    return summed_by_kernels(values) and staged.is_pinned()
-
-
 @lru_cache(maxsize=32)
 def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
-    # There are few sizes: that of a staging buffer, and the remainder at the end of each shard.
+    # There are few sizes: that of a whole part, and the remainder at the end of each shard.
     return block_table([numel], [0], numel, device=device)
 
 

@@ -135,7 +135,10 @@ def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *
 
 def rings(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
     own = optimizer.engine.maker.tiers
-    found = {"step_staging": own.ring, "gather_staging": own.reader.ring if own.reader is not None else None}
+    reads = own.reader.ring if own.reader is not None else None
+    host = optimizer._optimizer_step._host
+    uploads = None if host is None else host._upload_ring
+    found = {"upload_staging": uploads, "step_staging": own.ring, "gather_staging": reads}
     return {name: ring.count * ring.nbytes for name, ring in found.items() if ring is not None}
 
 

@@ -15,7 +15,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
 from zeropp.offload.read_ahead import GdsTensor, PendingRead
-from zeropp.wire.codecs import Report
+from zeropp.params.gradient import Gradient
 
 LONG = 20.0  # seconds
 
@@ -67,19 +67,19 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
             begun.notify_all()
         return exchange(self, *args, **kwargs)
 
-    def send_part(self: Any, *args: Any, **kwargs: Any) -> None:
+    def store_in_file(self: Gradient, total: torch.Tensor) -> None:
         if held == "store" and not holds:
             hold(lambda: reductions)
-        part(self, *args, **kwargs)
+        store(self, total)
 
-    gather, exchange, part = Hop.all_gather, Hop.all_to_all, Report.send_part
+    gather, exchange, store = Hop.all_gather, Hop.all_to_all, Gradient._store_in_file
     training, losses = False, []
     with (
         mock.patch.object(Hop, "all_gather", all_gather),
         mock.patch.object(PendingRead, "copy_to", noted(PendingRead.copy_to)),
         mock.patch.object(GdsTensor, "copy_to", noted(GdsTensor.copy_to)),
         mock.patch.object(Hop, "all_to_all", all_to_all),
-        mock.patch.object(Report, "send_part", send_part),
+        mock.patch.object(Gradient, "_store_in_file", store_in_file),
     ):
         optimizer = zeropp.ZeroOptimizer(
             torch.optim.AdamW(model.parameters(), lr=1e-2), model, make_config(hang_timeout=60, **settings)
