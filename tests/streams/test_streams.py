@@ -55,8 +55,8 @@ SHOWN_BY: dict[str, list[str]] = {
         "comm/streams.py _Ended.wait 1", "comm/streams.py issued_here 1", "comm/streams.py LaunchedStream._launch 2",
         "comm/streams.py LaunchedStream._launch 3", "comm/streams.py LaunchedStream.run 1",
         "comm/streams.py _LaunchedEvent.wait 1", "comm/streams.py _LaunchedEvent.wait 2",
-        "engine/engine.py Engine.require_idle 1", "optimizer/host_step.py _Staging.wait_for_copies 1",
-        "order/refresh.py Refresh.wait_for_step 1", "params/gradient.py Gradient._store 3",
+        "engine/engine.py Engine.require_idle 1", "params/wire_copy.py Upload.run 1",
+        "order/refresh.py Refresh.wait_for_step 1",
         "params/unit.py Unit.wait_for_step 1",
     ],
     "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
@@ -65,7 +65,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "comm/streams.py EventGroup.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
     "states, stage 1, no comm streams": ["comm/streams.py InlineStream.run 1"],
-    "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait_for_all 1"],
+    "both": ["order/refresh.py Refresh.wait_for_all 1"],
     "both, asked": [
         "engine/engine.py Engine.wait_for_step 1",
         "optimizer/host_step.py _wait 1",
@@ -74,8 +74,9 @@ SHOWN_BY: dict[str, list[str]] = {
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "cached are read": ["engine/engine.py Engine.cached_values 1"],
     "files": [
-        "offload/read_ahead.py PendingRead.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
-        "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
+        "offload/read_ahead.py ReadAhead._read 1", "offload/read_ahead.py PendingRead.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
+        "params/gradient.py Gradient._store_in_file 1", "params/gradient.py Gradient._store_in_file 2",
+        "params/gradient.py Gradient._store_in_file 3", "optimizer/host_step.py _Staging.wait_for_copies 1",
     ],
     "files, pipelined": ["optimizer/host_step.py _begin_read 1"],
     "FSDP2": [
@@ -100,6 +101,7 @@ REDUNDANT = {
     "offload/parked.py Parked.copy_of 1": "streams that read wait for the copy's stream; the host may read, too",
     "optimizer/host_step.py SubGroupSteps.step_buffers 2": "the next tile waits before it reads; the end waits for all",
     "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the step's stream also waits; this wait raises its errors",
+    "params/gradient.py Gradient._store 2": "a step reads the norm first; users may read the gradient on the host",
     "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum's buffer is returned",
     "order/reductions.py Reductions.end_learning 1": "for Python attributes that comm streams' threads set",
 }

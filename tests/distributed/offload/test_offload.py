@@ -219,17 +219,15 @@ def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, i
     return same(plain, other), apart, called
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("accumulation", [3, 1])
-def test_sums_are_added_by_one_kernel(accumulation: int, tmp_path: Path) -> None:
+def test_sums_are_added_by_one_kernel(tmp_path: Path) -> None:
     """One kernel adds a stored sum to that of a later micro-batch and measures the result, as on a GPU.
 
     The kernel squares in float32, so norms agree within 1e-6 only. Without clipping nothing else depends on the norms,
     so all other results have the same bits.
     """
-    how = {"accumulation": accumulation, "how": "plain", "steps": 4}
+    how = {"accumulation": 3, "how": "plain", "steps": 4}
     for wrong, apart, called in run_ranks(2, by_one_kernel, how, str(tmp_path)):
-        assert wrong == [] and apart < 1e-6 and called >= 4 * (accumulation - 1)
+        assert wrong == [] and apart < 1e-6 and called >= 4 * 2
 
 
 def kinds_of_memory(folder: str) -> set[bool]:
