@@ -74,7 +74,8 @@ SHOWN_BY: dict[str, list[str]] = {
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "cached are read": ["engine/engine.py Engine.cached_values 1"],
     "files": [
-        "offload/read_ahead.py ReadAhead._read 1", "offload/read_ahead.py PendingRead.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
+        "offload/read_ahead.py ReadAhead._read 1", "offload/read_ahead.py PendingRead.copy_to 1",
+        "optimizer/host_step.py SubGroupSteps.step_buffers 1",
         "params/gradient.py Gradient._store_in_file 1", "params/gradient.py Gradient._store_in_file 2",
         "params/gradient.py Gradient._store_in_file 3", "optimizer/host_step.py _Staging.wait_for_copies 1",
     ],
