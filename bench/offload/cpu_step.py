@@ -19,8 +19,8 @@ from torch.optim import AdamW
 
 from bench.common import results
 from bench.common.machine import machine
+from zeropp.optimizer.cpu_pool import CHUNK_NUMEL, CpuStepPool, spare_cores, step_slices
 from zeropp.optimizer.fused import SliceStep, rule_of
-from zeropp.optimizer.host_step import CHUNK_NUMEL, CpuStepPool, spare_cores, step_slices
 
 THREADS = (1, 2)
 COLUMNS = ("way", "threads", "ms", "M parameters/s", "/ torch fused")

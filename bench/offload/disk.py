@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import zeropp
 from bench.common import results
 from bench.common.machine import machine
+from zeropp.optimizer.cpu_pool import CpuStepPool, step_slices
 from zeropp.optimizer.fused import Rule, SliceStep
-from zeropp.optimizer.host_step import CpuStepPool, step_slices
 
 COLUMNS = ("way", "s", "kernels s", "GB/s", "/ disk")
 READ, WRITTEN = 16, 12  # bytes per element with float32 AdamW
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     args, kernels, about = parse_arguments(argv), Kernels(), machine("cpu")
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as name,
-        mock.patch("zeropp.optimizer.host_step.step_slices", kernels),
+        mock.patch("zeropp.optimizer.sub_groups.step_slices", kernels),
     ):
         rounds = measure(args, Path(name), kernels)
     body = report(args, rounds, kernels.times)

@@ -19,8 +19,8 @@ from torch import Tensor
 from zeropp.comm.streams import DONE, Event
 from zeropp.offload import tier_choice
 from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
-from zeropp.optimizer import host_step
-from zeropp.params import wire_copy
+from zeropp.optimizer import host_step, sub_groups
+from zeropp.params import gradient, wire_copy
 from zeropp.params.gradient import Gradient
 from zeropp.params.wire_copy import WireCopy
 from zeropp.wire import paths
@@ -112,7 +112,7 @@ class Spans:
     def recorded(self) -> Iterator[None]:
         """Record what runs in the body, in all threads."""
         links = {DOWN: Link(self.rates.bus), UP: Link(self.rates.bus)}
-        write, send, step, put = MemoryTensor.write, wire_copy.copy, host_step.step_slices, paths._put
+        write, send, step, put = MemoryTensor.write, wire_copy.copy, sub_groups.step_slices, paths._put
         pack, store, begin_gather = Gradient.pack, Gradient._reduce_and_store, WireCopy.begin_gather
         host = set[int]()  # addresses of gather sources in host memory
 
@@ -127,6 +127,9 @@ class Spans:
 
         def noted_write(row: MemoryTensor, start: int, values: Tensor) -> Event:
             return moved(DOWN if row.place == "host" else UP, lambda: write(row, start, values), values.nbytes)
+
+        def noted_staged(staged: Tensor, values: Tensor) -> Event:
+            return moved(DOWN, lambda: send(staged, values), values.nbytes)
 
         def noted_send(into: Tensor, values: Tensor) -> Event:
             return moved(UP, lambda: send(into, values), values.nbytes)
@@ -149,9 +152,9 @@ class Spans:
                 if self.rates.step:
                     sleep_until(begin + sum(each.param.numel() for each in steps) / self.rates.step)
 
-        def noted_pack(gradient: Gradient, *arguments: Any, **named: Any) -> Tensor | None:
+        def noted_pack(own: Gradient, *arguments: Any, **named: Any) -> Tensor | None:
             with self.span(PACK):
-                return pack(gradient, *arguments, **named)
+                return pack(own, *arguments, **named)
 
         def noted_store(*arguments: Any) -> Iterator[None]:
             stages = store(*arguments)
@@ -163,9 +166,11 @@ class Spans:
         with (
             mock.patch.object(MemoryTensor, "write", noted_write),
             mock.patch.object(wire_copy, "copy", noted_send),
+            mock.patch.object(gradient, "copy", noted_staged),
             mock.patch.object(WireCopy, "begin_gather", noted_gather),
             mock.patch.object(paths, "_put", noted_put),
             mock.patch.object(host_step, "step_slices", noted_step),
+            mock.patch.object(sub_groups, "step_slices", noted_step),
             mock.patch.object(Gradient, "pack", noted_pack),
             mock.patch.object(Gradient, "_reduce_and_store", noted_store),
         ):

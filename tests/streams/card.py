@@ -31,7 +31,7 @@ from zeropp.comm import hops, streams
 from zeropp.comm.streams import Event
 from zeropp.offload import read_ahead, storage_tiers, transfer
 from zeropp.offload.swap import Descriptors
-from zeropp.optimizer import host_step
+from zeropp.optimizer import cpu_pool, host_step
 from zeropp.params import guard, wire_copy
 from zeropp.wire import codecs
 
@@ -538,7 +538,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_grouped(card))),
         (torch.UntypedStorage, "resize_", _resize(card)),
         *((read_ahead.Ring, name, call) for name, call in _ring_calls(card).items()),
-        *((module, "SimpleQueue", queue) for module in (streams, host_step, read_ahead, wire_copy)),
+        *((module, "SimpleQueue", queue) for module in (streams, cpu_pool, read_ahead, wire_copy)),
         (storage_tiers, "page_locked", lambda numel, dtype: torch.zeros(numel, dtype=dtype, pin_memory=True)),
         (transfer.Transfers, "_begin_transfer", _transfer(card)),
         (streams, "ThreadEvent", event),

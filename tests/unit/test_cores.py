@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from zeropp.optimizer import host_step as module
+from zeropp.optimizer import cpu_pool as module
+from zeropp.optimizer.cpu_pool import CpuStepPool, spare_cores, step_slices
 from zeropp.optimizer.fused import Rule, SliceStep, rule_of
-from zeropp.optimizer.host_step import CpuStepPool, spare_cores, step_slices
 
 
 def names() -> list[str]:

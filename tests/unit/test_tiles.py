@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -19,10 +20,12 @@ from torch.optim import AdamW
 from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.storage_tiers import Place
-from zeropp.optimizer import host_step
+from zeropp.optimizer import sub_groups
+from zeropp.optimizer.cpu_pool import CpuStepPool, step_slices
 from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
-from zeropp.optimizer.host_step import BufferStep, CpuStepPool, SubGroupSteps, step_slices
+from zeropp.optimizer.sub_groups import BufferStep, SubGroupSteps
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.wire_copy import Upload
 
 NUMEL, TILE = 10_000, 1024  # the last sub-group is shorter than TILE
 Told = Callable[[str, int], None]
@@ -97,6 +100,17 @@ def job_of(
     return job
 
 
+def step_units(
+    ring: Ring, cores: CpuStepPool, rule: Rule, units: Sequence[Sequence[BufferStep]], **pipeline: bool
+) -> None:
+    """Step all units once, and wait for their writes, as HostStep does."""
+    with contextlib.closing(SubGroupSteps(ring, None, cores, rule, units, **pipeline)) as steps:
+        for _ in units:
+            upload = Upload(None)
+            upload.end(steps.step_unit(upload))
+            upload.run()
+
+
 @pytest.mark.parametrize("late", [{"read": 0.003, "write": 0.0}, {"read": 0.0, "write": 0.005}], ids=str)
 @pytest.mark.parametrize(("read_ahead", "write_behind"), list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("first", [0, 2560])
@@ -120,7 +134,7 @@ def test_bits_of_one_call(
     ring, cores = Ring(4, 3 * TILE * 4, pinned=False), CpuStepPool(2)
     for done in range(2):
         job = job_of(rule, rule.snapshot(optimizer.param_groups[0]), main, grad, states, first, done)
-        SubGroupSteps(ring, cores, rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
+        step_units(ring, cores, rule, [[job]], read_ahead=read_ahead, write_behind=write_behind)
     cores.close()
     assert torch.equal(main.tensor[:first], param[:first])
     assert torch.equal(main.tensor[first:], expected.detach()[first:])
@@ -154,14 +168,14 @@ def test_reads_and_writes_overlap_the_step_of_a_tile_if_enabled(
         still = {"read": 0.0, "write": 0.0}
         return LateRow(torch.ones(4 * TILE + 100), streams[0], streams[1], still, partial(tell, name))
 
-    monkeypatch.setattr(host_step, "step_slices", step)
+    monkeypatch.setattr(sub_groups, "step_slices", step)
     rule = rule_of(AdamW([torch.ones(1)], fused=True))
     assert rule is not None
     settings = rule.snapshot(AdamW([torch.ones(1)], fused=True).param_groups[0])
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
-    job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
+    units = [[job_of(rule, settings, row("main"), row("grad"), states, 0, 0)]]
     ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4, pinned=False)
-    SubGroupSteps(ring, CpuStepPool(1), rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
+    step_units(ring, CpuStepPool(1), rule, units, read_ahead=read_ahead, write_behind=write_behind)
     at = {entry: index for index, entry in enumerate(log)}
     assert len(at) == len(log) == 5 * (2 + 4 * 2 + 3 * 2)
     for number, name in itertools.product(range(4), ("main", "grad", "exp_avg", "exp_avg_sq")):
@@ -200,9 +214,9 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     with pytest.raises(OSError, match=f"{bad} cannot be read"):
-        SubGroupSteps(
-            Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, read_ahead=True, write_behind=False
-        ).step_buffers([job])
+        step_units(
+            Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, [[job]], read_ahead=True, write_behind=False
+        )
     begun, ended = log.count("read begins"), log.count("read ends")
     # The failing row began one read for each sub-group, and ended none. The other three rows ended all reads.
     assert begun - ended in (1, 2) and ended == begun // 4 * 3

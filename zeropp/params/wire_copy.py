@@ -25,6 +25,9 @@ from zeropp.wire.codecs import Codec
 __all__ = ["Upload", "WireCopy"]
 
 
+_Sent = tuple["WireCopy", int, Tensor, Tensor, bool]
+
+
 class WireCopy:
     """The offloaded source of one flat buffer's gathers and refreshes.
 
@@ -183,35 +186,32 @@ class WireCopy:
 
 
 class Upload:
-    """New weights of one unit on their way to the device, while the host steps further weights.
+    """The copies that end a unit's step on the host: new weights to the device, and writes to files.
 
-    The thread that steps the unit calls :meth:`take_buffer`, :meth:`send` and in the end :meth:`end`. The thread of
-    another stream calls :meth:`run`.
+    The thread that steps the unit calls :meth:`take_buffer`, :meth:`send`, and in the end :meth:`end` or :meth:`fail`.
+    It can then step the next unit. The thread of another stream calls :meth:`run`, which returns when the copies have
+    ended.
     """
 
-    def __init__(self, ring: Ring) -> None:
-        """Prepare the upload.
+    def __init__(self, ring: Ring | None) -> None:
+        """Prepare the copies.
 
         Args:
-            ring: staging buffers for new weights.
+            ring: staging buffers for new weights on their way to the device; None if none go there.
         """
         self._ring = ring
-        self._parts: SimpleQueue[tuple[WireCopy, int, Tensor, Tensor, bool] | BaseException | None] = SimpleQueue()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one staging buffer."""
-        return self._ring.nbytes
+        self._parts: SimpleQueue[_Sent | list[Event] | BaseException] = SimpleQueue()
 
     def take_buffer(self) -> Tensor:
         """Wait for a free staging buffer and return it, uint8 [nbytes]."""
+        assert self._ring is not None  # made if any new weights go to the device
         return self._ring.take_buffer()
 
     def send(self, source: WireCopy, start: int, values: Tensor, buffer: Tensor, *, last: bool) -> None:
-        """Send new weights of one buffer to the device.
+        """Send new weights of one flat buffer to the device.
 
         Args:
-            source: the offloaded source of the buffer's gathers.
+            source: the offloaded source of the flat buffer's gathers.
             start: first element of ``values`` in the shard.
             values: new weights in ``source.dtype``, in the staging buffer.
             buffer: the staging buffer, which returns to the ring after the copy.
@@ -219,19 +219,24 @@ class Upload:
         """
         self._parts.put((source, start, values, buffer, last))
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the end of the unit's new weights, or of the attempt to step them."""
+    def end(self, written: list[Event]) -> None:
+        """Mark the end of the unit's step; ``written`` are the events of its writes to files."""
+        self._parts.put(written)
+
+    def fail(self, error: BaseException) -> None:
+        """Make :meth:`run` raise the error that ended the unit's step."""
         self._parts.put(error)
 
     def run(self) -> None:
-        """Copy everything that is sent, and return after the last copy.
+        """Copy everything that is sent, wait for the writes, and return when all have ended.
 
         Raises:
-            BaseException: the error that :meth:`end` was given, or that of a copy.
+            BaseException: the error given to :meth:`fail`, or that of a copy or a write.
         """
-        while (part := self._parts.get()) is not None:
+        while not isinstance(part := self._parts.get(), list):
             if isinstance(part, BaseException):
                 raise part
+            assert self._ring is not None  # the part is in one of its buffers
             source, start, values, buffer, last = part
             try:
                 source.take_new_weights(start, values).wait(threading.TIMEOUT_MAX)
@@ -242,3 +247,5 @@ class Upload:
                 self._ring.close()
                 raise
             self._ring.return_buffer(buffer)
+        for event in part:
+            event.wait(threading.TIMEOUT_MAX)

@@ -131,12 +131,12 @@ class Held:
         """Block steps that are queued in this context, and release the remaining ones at its end."""
         plain = HostStep._step
 
-        def held(own: HostStep, rule: Any, jobs: Any, upload: Any) -> None:
+        def held(own: HostStep, rule: Any, jobs: Any, *more: Any) -> None:
             name = jobs[0].buffer.unit
             if not self._gates[name].wait(LIMIT):
                 # Release all other steps, too. Otherwise each of them would wait for the limit.
                 self.let_go()
-            plain(own, rule, jobs, upload)
+            plain(own, rule, jobs, *more)
             self.done.append(name)
 
         try:
