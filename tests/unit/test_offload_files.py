@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import random
@@ -24,7 +25,7 @@ import torch
 from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
 from zeropp.offload import swap
-from zeropp.offload.swap import ExtentAllocator, SwapError, SwapFile, aligned
+from zeropp.offload.swap import ExtentAllocator, SwapError, SwapFile, aligned, page_locked
 from zeropp.offload.transfer import IoOptions, Transfers
 
 
@@ -319,3 +320,47 @@ def test_aligned_memory() -> None:
         tensor = aligned(numel, dtype)
         assert tensor.shape == (numel,) and tensor.dtype == dtype and not tensor.any()
         assert tensor.data_ptr() % 4096 == 0
+
+
+class Runtime:
+    """A stand-in for CUDA's runtime that notes page-locked memory.
+
+    Attributes:
+        locked: bytes by address.
+        code: result of ``cudaHostRegister``; 0 for success.
+    """
+
+    def __init__(self, code: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.code = code
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked |= {} if self.code else {address: nbytes}
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_page_locked_memory_is_unlocked_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor = page_locked(5000, torch.float32)
+    assert not tensor.any() and tensor.data_ptr() % mmap.PAGESIZE == 0
+    assert runtime.locked == {tensor.data_ptr(): 20_000}, "exactly the bytes that were asked for"
+    view = tensor[4000:].view(torch.uint8)
+    del tensor
+    gc.collect()
+    assert runtime.locked and not view.any()
+    del view
+    gc.collect()
+    assert not runtime.locked
+    assert page_locked(0, torch.float32).numel() == 0 and not runtime.locked
+
+
+def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(code=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(RuntimeError, match=r"cannot page-lock 4,000 bytes of host memory \(CUDA error 2\).*pin_memory"):
+        page_locked(1000, torch.float32)
+    gc.collect()  # must not unlock what was not locked

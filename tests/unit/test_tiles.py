@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from zeropp.comm.streams import Event, ThreadStream
+from zeropp.comm.streams import DONE, Event, ThreadStream
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import sub_groups
@@ -221,3 +221,81 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
     # The failing row began one read for each sub-group, and ended none. The other three rows ended all reads.
     assert begun - ended in (1, 2) and ended == begun // 4 * 3
     other.close()
+
+
+def test_the_next_unit_is_read_during_the_step_of_a_unit(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With read-ahead, units that fit into one sub-group each are pipelined, too."""
+    log = list[str]()
+
+    def step(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep], copies: Any) -> None:
+        log.append("stepped")
+        step_slices(cores, rule, steps, copies)
+
+    def row(unit: str) -> LateRow:
+        tell = lambda what, start: log.append(f"{unit} {what}")  # noqa: E731
+        return LateRow(torch.ones(TILE), *streams, {"read": 0.0, "write": 0.0}, tell)
+
+    monkeypatch.setattr(sub_groups, "step_slices", step)
+    optimizer = AdamW([torch.ones(1)], fused=True)
+    rule = rule_of(optimizer)
+    assert rule is not None
+    settings = rule.snapshot(optimizer.param_groups[0])
+    units = [
+        [job_of(rule, settings, row(unit), row(unit), {name: row(unit) for name in ("exp_avg", "exp_avg_sq")}, 0, 0)]
+        for unit in ("first", "second", "third")
+    ]
+    step_units(Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, units, read_ahead=True, write_behind=False)
+    stepped = [at for at, entry in enumerate(log) if entry == "stepped"]
+    assert log.index("second read begins") < stepped[0] < log.index("third read begins") < stepped[1]
+
+
+def new_weights(log: list[Any], fails: bool = False) -> Any:
+    """Return a stand-in for a WireCopy that logs the values that it takes."""
+
+    def take(start: int, values: Tensor) -> Event:
+        if fails:
+            raise RuntimeError("the device is gone")
+        log.append((start, values.tolist()))
+        return DONE
+
+    return SimpleNamespace(take_new_weights=take, finish_taking=lambda: log.append("finished"))
+
+
+def test_an_upload_copies_in_order_and_returns_each_buffer() -> None:
+    log, ring = list[Any](), Ring(1, 4096, pinned=False)
+    upload, thread = Upload(ring), ThreadStream("upload")
+    done = thread.run(upload.run)
+    for start in range(3):
+        buffer = upload.take_buffer()  # waits for the copy of the one before, because there is one buffer
+        values = buffer[:8].view(torch.float32).fill_(start)
+        upload.send(new_weights(log), start, values, buffer, last=start == 2)
+    upload.end([])
+    assert done.wait(10) and log == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2]), "finished"]
+    thread.close()
+
+
+def test_an_upload_that_fails_ends_the_waits_of_the_step() -> None:
+    ring = Ring(1, 4096, pinned=False)
+    upload, thread = Upload(ring), ThreadStream("upload")
+    buffer = upload.take_buffer()
+    upload.send(new_weights([], fails=True), 0, buffer[:8].view(torch.float32), buffer, last=True)
+    done = thread.run(upload.run)
+    with pytest.raises(RuntimeError, match="staging buffers were closed"):
+        upload.take_buffer()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        done.wait(10)
+    thread.close()
+
+
+def test_an_upload_raises_the_error_of_the_step_and_of_writes() -> None:
+    late, bad = ThreadStream("writes"), OSError("the disk is gone")
+
+    def write() -> None:
+        raise bad
+
+    for end in (lambda upload: upload.fail(bad), lambda upload: upload.end([DONE, late.run(write)])):
+        upload = Upload(None)
+        end(upload)
+        with pytest.raises(OSError, match="the disk is gone"):
+            upload.run()
+    late.close()
