@@ -122,11 +122,12 @@ def _row(model: str, system: str, way: str, found: dict, fsdp2: dict | None) -> 
     if fsdp2 is not None or system == "fsdp2":
         other = found if fsdp2 is None else fsdp2
         row["/ FSDP2"] = f"{step / median(other['arms']['']['step_s']):.3f}"
+    row |= {f"{kind} ms": f"{1000 * seconds:.1f}" for kind, seconds in (found["parts_s"] or {}).items()}
     if found["bound_s"] is not None:
         row["bound ms"] = f"{1000 * found['bound_s']:.1f}"
     memory = {
         "card MiB": "peak_bytes", "card planned": "planned_bytes", "host MiB": "host_bytes",
-        "host planned": "planned_host_bytes", "locked MiB": "locked_bytes", "locked planned": "pinned_bytes",
+        "host planned": "planned_host_bytes", "locked MiB": "locked_bytes", "locked planned": "ring_bytes",
         "disk planned": "planned_disk_bytes",
     }  # fmt: skip
     return row | {name: f"{found[key] / 2**20:.0f}" for name, key in memory.items() if found.get(key) is not None}
@@ -151,7 +152,8 @@ PART = Part(
     "Offload on one card",
     [
         "check", "how", "passed", "failed", "skipped", "seconds", "step ms", "/ FSDP2", "exposed ms", "bound ms",
-        "forward ms", "card MiB", "card planned", "host MiB", "host planned", "locked MiB", "locked planned",
+        "forward ms", "copy down ms", "step on host ms", "copy up ms", "card MiB", "card planned", "host MiB",
+        "host planned", "locked MiB", "locked planned",
         "disk planned", "GB/s", "% of bare", "note",
     ],
     steps,
@@ -165,9 +167,10 @@ PART = Part(
         "CPUOffloadPolicy(pin_memory=True); zeropp without offload, with states on the host, with a half of them, and "
         f"in files. Losses of the first {COMPARED} steps agree within {LOSS_TOLERANCE['bf16']:g}. Exposed: a step and "
         "the forward after it, less that forward with nothing to wait for; bound: the least that any order leaves of "
-        "it. Card: peak of allocated memory while it trains; planned: the plan's terms, states and new weights, and "
-        "two units under way; what is between them is activations. Host: anonymous memory, at most, which page-locked "
-        "memory is no part of. Locked: as torch's allocator rounds it, up to a power of two.",
+        "it. Copy down, step on host and copy up: their times in a step, added up; they run beside each other and "
+        "beside computing. Card: peak of allocated memory while it trains; planned: the plan's terms, states and new "
+        "weights, and two units under way; what is between them is activations. Host: anonymous memory, at most, "
+        "without staging rings. Locked: the rings, as torch's allocator rounds them, up to a power of two.",
         "Bus: of one unit's float32 values; the share is of a bare copy of pinned memory the same way.",
     ),
     needs=("pytest", "pydantic"),

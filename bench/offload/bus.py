@@ -3,8 +3,8 @@
     python -m bench.offload.bus --mebibytes 256 --json FILE
 
 The copies are those of one unit: its float32 gradient sum to the host, its bf16 weights to the GPU for a gather, and
-new weights to the GPU after a step. Each copy passes through a ring of pinned and of pageable buffers, and its result
-is checked. Without a CUDA device both sides are host memory, so the numbers have no meaning.
+new weights to the GPU after a step. Each copy is made with pinned and with pageable host memory, and its result is
+checked. Without a CUDA device both sides are host memory, so the numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -93,25 +93,28 @@ def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitS
     for each in optimizers:
         opened.callback(each.close)
     (away,), (there,) = (optimizer.engine.trainable_buffers for optimizer in optimizers)
+    host = optimizers[1]._optimizer_step._host
     gradient, source, new = away.gradient, away.wire_copy, there.wire_copy
     assert gradient is not None and source is not None and new is not None and new.row is not None
+    assert host is not None and host._upload_ring is not None
     total = torch.linspace(-2.0, 2.0, gradient.shard.numel(), device=device)
     target = torch.empty(away.shard.numel(), dtype=torch.bfloat16, device=device)
     rounded, row = away.shard.to(torch.bfloat16), new.row.tensor
+    staged = host._upload_ring.take_buffer()[: rounded.nbytes].view(torch.bfloat16).copy_(rounded)
     kind = "pinned" if pinned else "pageable"
 
     def gather() -> None:
         arriving = source.begin_gather(None)
-        assert not isinstance(arriving, Tensor)
-        arriving.copy_to(target)
+        assert isinstance(arriving, Tensor)  # the row in host memory
+        target.copy_(arriving)
 
     return {
-        f"gradient, {kind} ring": Way(
-            "to host", lambda: gradient._store(total), total.nbytes, lambda: gradient.shard, total.cpu()
+        f"gradient, {kind}": Way(
+            "to host", lambda: list(gradient._store(total)), total.nbytes, lambda: gradient.shard, total.cpu()
         ),
-        f"weights for a gather, {kind} ring": Way("to device", gather, target.nbytes, lambda: target, rounded),
-        f"new weights, {kind} ring": Way(
-            "to device", lambda: new.take_new_weights(0, there.shard), row.nbytes, lambda: row, rounded
+        f"weights for a gather, {kind}": Way("to device", gather, target.nbytes, lambda: target, rounded),
+        f"new weights, {kind}": Way(
+            "to device", lambda: new.take_new_weights(0, staged), row.nbytes, lambda: row, rounded
         ),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Plots of ``bench.offload``: comparison with other systems, and hidden part of a step.
+"""Plots of ``bench.offload``: comparison with other systems, hidden part of a step, and timeline of a step.
 
 python -m bench.offload.plot bench/results/2026-11-25_offload-peers-one-rank.json  # writes a .png beside the .json file
 """
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from bench.offload.peers_report import visible
 
-__all__ = ["hidden", "peers"]
+__all__ = ["hidden", "peers", "timeline"]
 
 _COMPUTES, _STEPS, _WAITS, _MEMORY, _DISK = "#0072B2", "#D55E00", "#E6C79A", "#56B4E9", "#009E73"
 
@@ -72,9 +72,38 @@ def hidden(measured: dict[str, Any]) -> Figure:
     return figure
 
 
+def timeline(measured: dict[str, Any]) -> Figure:
+    """Return a plot with one axis per way: the parts of the last period on their resources, and its bound."""
+    lines = {"cores": ("step on host",), "bus up": ("copy up",), "bus down": ("copy down",)}
+    colours = {"forward": _COMPUTES, "backward": _MEMORY, "step on host": _STEPS, "copy up": _DISK, "copy down": _WAITS}
+    lines["device"] = ("backward", "forward")
+    ways = measured["ways"]
+    figure = Figure(figsize=(10, 0.6 + 1.5 * len(ways)), layout="constrained")
+    for axis, (way, found) in zip(
+        figure.subplots(len(ways), sharex=True, squeeze=False)[:, 0], ways.items(), strict=True
+    ):
+        for row, kinds in enumerate(lines.values()):
+            for kind in kinds:
+                parts = [(1000 * a, 1000 * (b - a)) for what, a, b in found["spans"] if what == kind]
+                axis.broken_barh(
+                    parts, (row - 0.4, 0.8), color=colours[kind], edgecolor="white", linewidth=0.3, label=kind
+                )
+        axis.axvline(1000 * found["marks"][0], color="black", linewidth=0.8, label="step() is called")
+        if (least := measured["figures"][way]["bound"]) is not None:
+            axis.axvline(1000 * least, color="black", linestyle=":", label="bound of the period")
+        axis.set_yticks(range(len(lines)), list(lines))
+        axis.set_title(way, loc="left", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("milliseconds from the start of a backward to the start of the next one")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
 def main(path: Path) -> None:
     measured = json.loads(path.read_text())
-    figure = peers(measured) if "systems" in measured else hidden(measured)
+    draw = peers if "systems" in measured else timeline if "ways" in measured else hidden
+    figure = draw(measured)
     figure.savefig(path.with_suffix(".png"), dpi=110)
 
 

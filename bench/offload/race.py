@@ -31,6 +31,7 @@ from bench.checkpoint.ranks import resident
 from bench.common import peak_rate
 from bench.common.contestant import adamw, meet
 from bench.common.flags import add_model_flags
+from bench.offload.spans import DOWN, STEP, UP, Spans
 from bench.offload.unit_steps import bound, unit_steps
 from bench.step_time.ranks import join
 from bench.step_time.report import CLIP
@@ -161,6 +162,15 @@ class Trainer:
             self.step()
         self.host_nbytes = max(self.host_nbytes, resident() - self._host)
 
+    def parts(self) -> dict[str, float]:
+        """Return the seconds per step of copies and of steps on the host, added up. They run beside each other."""
+        spans = Spans()
+        with spans.recorded():
+            begin = time.perf_counter()
+            self.train(self.args.steps)
+            self.settle()
+        return {kind: spans.seconds(kind, begin, time.perf_counter()) / self.args.steps for kind in (DOWN, STEP, UP)}
+
     def settle(self) -> None:
         """Wait for the host's step and for the device."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
@@ -211,7 +221,9 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         for _ in range(args.rounds):
             for arm in arms.values():
                 time_one(arm)
+    parts = trainer.parts() if args.system not in ("none", "fsdp2") else None
     found: dict[str, object] = {
+        "parts_s": parts,
         "losses": torch.stack(trainer.losses).tolist(),
         "host_bytes": trainer.host_nbytes,
         "locked_bytes": locked,
@@ -223,8 +235,9 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
     if (plan := trainer.plan) is not None:
         moving = max(2 * unit.gathered + unit.message + unit.arriving for unit in plan.units)
         owned = plan.total + plan.device_states + plan.new_weights
-        found |= {"planned_bytes": owned + moving, "planned_host_bytes": plan.host_total - plan.pinned,
-                  "pinned_bytes": plan.pinned, "planned_disk_bytes": plan.disk_total}  # fmt: skip
+        rings = sum(nbytes for term, nbytes in plan.host.items() if term.endswith("_staging"))
+        found |= {"planned_bytes": owned + moving, "planned_host_bytes": plan.host_total - rings,
+                  "ring_bytes": rings, "planned_disk_bytes": plan.disk_total}  # fmt: skip
     if isinstance(trainer.optimizer, zeropp.ZeroOptimizer):
         trainer.optimizer.close()
     return found

@@ -27,7 +27,7 @@ from zeropp.wire import paths
 
 __all__ = ["DOWN", "PACK", "STEP", "SUM", "UP", "Rates", "Spans", "apart"]
 
-DOWN, STEP, UP, PACK, SUM = "copy down", "step", "copy up", "pack", "sum"
+DOWN, STEP, UP, PACK, SUM = "copy down", "step on host", "copy up", "pack", "sum"
 Span = tuple[str, float, float]
 
 

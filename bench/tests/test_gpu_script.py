@@ -148,7 +148,7 @@ PLANTED = [
     pytest.param("engine", "tiny alone", "weights of zeropp_clipped end"),
     pytest.param("kernels", "1", "test_eager[1-dequantize int4]"),
     pytest.param("nccl", "training 2", "tensors have other bits than over gloo"),
-    pytest.param("offload", "bus", "new weights, pinned ring: other values arrived than were sent"),
+    pytest.param("offload", "bus", "new weights, pinned: other values arrived than were sent"),
     pytest.param("reasons", "dequantize", "other bits than by hand", marks=pytest.mark.campaign),
 ]
 
@@ -163,7 +163,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plants = {
         "tests/kernels/agreement.py": ("reference, name)(*plain)", "reference, name)(plain[0] * 2, *plain[1:])"),
         "bench/step_time/systems.py": ('"gradient_clipping": CLIP if', '"gradient_clipping": 0.0 if'),
-        "bench/offload/bus.py": ("new.take_new_weights(0, there.shard)", "new.take_new_weights(0, there.shard * 2)"),
+        "bench/offload/bus.py": ("new.take_new_weights(0, staged)", "new.take_new_weights(0, staged * 2)"),
         "bench/common/staged.py": ("(staged[1], staged[0], output_sizes", "(staged[1], staged[0] * 2, output_sizes"),
         "bench/kernels/eager.py": ("(signed.float() * scales", "(signed.float() * 2 * scales"),
     }

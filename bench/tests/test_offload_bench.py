@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.common import results
-from bench.offload import cpu_step, disk, hidden, peers, peers_report
+from bench.offload import bus, cpu_step, disk, hidden, peers, peers_report, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -195,3 +195,51 @@ def test_pictures_are_of_medians(saved: Path) -> None:
     (axis,) = draw_hidden({"figures": figures}).axes
     assert [round(bar.get_width(), 6) for bar in axis.patches] == [15, 10, 15, 10]
     assert [round(line.get_xdata()[0], 6) for line in axis.lines] == [10, 15]
+
+
+def test_copies_over_the_bus_arrive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program ends with an error if other values arrive than were sent."""
+    monkeypatch.setattr(sys, "argv", ["bus", "--mebibytes=1"])
+    bus.main()
+    assert capsys.readouterr().out.count("GB/s") == 8
+
+
+def test_the_bound_of_a_timeline() -> None:
+    """Two units: the parts that must follow each other, with the slower resource as the limit."""
+    parts = timeline.Parts(backward=4, sum=1, down=2, step=8, up=3, forward=5)
+    # Backward ends at 4 and 8, sums at 5 and 9, copies down at 7 and 11; steps at 19 and 27, copies up at 22 and 30;
+    # forwards at 27 and 35.
+    assert timeline.bound(2, parts, gathers=False) == 35
+    # With copies for gathers before each backward (at 3 and 6): backward at 7 and 11, sums at 8 and 12, down at 10 and
+    # 14; steps at 22 and 30, copies up at 25 and 33, forwards at 30 and 38.
+    assert timeline.bound(2, parts, gathers=True) == 38
+
+
+def test_a_timeline_has_the_order_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    few = ["--units=3", "--numel=3000", "--forward=3", "--backward=6", "--bus=0.01", "--step=0.002", "--rounds=2"]
+    timeline.main([*few, "--save", "tiny"])
+    (page,) = tmp_path.glob("*.md")
+    assert "within 1.1 of the bound" in page.read_text()
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert set(found["figures"]) == set(timeline.WAYS)
+    for way, expected in {"cpu": 1, "cpu, lazy_step false": 1, "cpu, offload_param": 2, "nvme": 1}.items():
+        spans = found["ways"][way]["spans"]
+        begins = {kind: [a for what, a, _ in spans if what == kind] for kind in ("backward", "step on host", "copy up")}
+        called, returned, _ = found["ways"][way]["marks"]
+        assert len(begins["backward"]) == len(begins["step on host"]) == 3, way
+        assert max(begins["backward"]) < called < min(begins["step on host"]), "a step began before the norm was known"
+        assert (max(begins["step on host"]) < returned) == (way == "cpu, lazy_step false")
+        assert len(begins["copy up"]) == 3 * expected, way
+        # Stated rates: 3000 float32 at 10 MB/s take 1.2 ms, and 3000 elements at 2 million per second 1.5 ms.
+        figures = found["figures"][way]
+        assert figures["copy down"] >= 3 * 0.0012 and figures["step on host"] >= 3 * 0.0015
+
+
+def test_a_timeline_beyond_its_bound_says_so() -> None:
+    row = dict.fromkeys(timeline.COLUMNS[1:], 1.0)
+    text = timeline.report(
+        {"cpu": row | {"period / bound": 1.11}, "nvme": row | {"bound": None, "period / bound": None}}
+    )
+    assert "cpu: within 1.1 of the bound: no." in text and "nvme: within" not in text
+    assert "| nvme | 1000.0 | - | - |" in text

@@ -14,10 +14,10 @@ import zeropp
 from tests.gpu.delays import Block, Trained
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
+from zeropp.offload import storage_tiers, tier_choice
 from zeropp.offload.read_ahead import Ring
-from zeropp.setup import blueprint
 
-__all__ = ["STEPS", "config_of", "counted_rings", "make_model", "page_locked", "train_fused"]
+__all__ = ["STEPS", "config_of", "counted_locked", "make_model", "page_locked", "train_fused"]
 
 STEPS, MICROS, SPOILT = 10, 2, 4
 
@@ -75,22 +75,24 @@ def train_fused(
 
 
 @contextlib.contextmanager
-def counted_rings(device: str) -> Iterator[list[int]]:
-    """Yield a list of the bytes of each page-locked ring. On CPU, list the rings that a GPU would page-lock."""
-    asked: list[int] = []
-    make, choose = Ring.__init__, blueprint.choose_staging
+def counted_locked(device: str) -> Iterator[dict[str, list[int]]]:
+    """Yield the bytes of each page-locked ring ("rings") and row ("rows"). On CPU, list those that a GPU would lock."""
+    asked: dict[str, list[int]] = {"rings": [], "rows": []}
+    make, lock = Ring.__init__, storage_tiers.page_locked
 
-    def counted(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
-        asked.extend([count * nbytes] * pinned)
+    def counted_ring(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
+        asked["rings"].extend([count * nbytes] * pinned)
         make(ring, count, nbytes, pinned=pinned and device == "cuda")
 
-    def as_for_a_card(options: Any, _: torch.device, **largest: int) -> Any:
-        return choose(options, torch.device("cuda"), **largest)
+    def counted_row(numel: int, dtype: torch.dtype) -> Tensor:
+        asked["rows"].append(numel * dtype.itemsize)
+        return lock(numel, dtype) if device == "cuda" else torch.zeros(numel, dtype=dtype)
 
-    with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(Ring, "__init__", counted))
-        if device == "cpu":
-            patched.enter_context(mock.patch.object(blueprint, "choose_staging", as_for_a_card))
+    with (
+        mock.patch.object(Ring, "__init__", counted_ring),
+        mock.patch.object(storage_tiers, "page_locked", counted_row),
+        mock.patch.object(tier_choice, "can_page_lock", lambda _: True),
+    ):
         yield asked
 
 

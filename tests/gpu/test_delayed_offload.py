@@ -17,7 +17,6 @@ SMALL = {"device": "cpu", "pin_memory": True, "buffer_count": 2, "buffer_size": 
 SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer": CPU,
     "optimizer, bf16, nothing kept": {**CPU, **BF16, "reuse": 0, "prefetch": 0},
-    # On a GPU, where rows are longer than buffers, one gather uses each buffer of the ring several times.
     "both, bf16": {**CPU, **BF16, "offload_param": SMALL, "reuse": 0, "sub_group_size": 4096},
     # The refresh sends the new weights, and the memory that they are sent from is reused soon.
     "stage 1, bf16": {**CPU, **BF16, "stage": 1, "overlap_comm": True},

@@ -37,6 +37,7 @@ __all__ = [
     "TierOptions",
     "Tiers",
     "at_device",
+    "can_page_lock",
     "choose_staging",
     "choose_tiers",
     "divide_steps",
@@ -244,7 +245,7 @@ def choose_tiers(
         """Return the tier of a part's rows; ``copied`` is True if the device copies to or from the rows."""
         if part is None:
             return memory
-        own = host(copied and part.pin_memory and memory.device.type == "cuda")
+        own = host(copied and part.pin_memory and can_page_lock(memory.device))
         if part.path is None:
             return own
         # Both kinds may have the same directory, and then share a swap file.
@@ -298,8 +299,7 @@ def choose_staging(options: TierOptions, device: torch.device, largest: int, ite
         itemsize: bytes of an element of the largest dtype of main weights.
     """
     stepped, weights = options.stepped, options.weights
-    # Page-locking is useful only for CUDA devices, and torch refuses it without CUDA.
-    pinned = device.type == "cuda"
+    pinned = can_page_lock(device)
     found = {}
     if stepped is not None and not (stepped.serves(device) and (weights is None or weights.serves(device))):
         # Not larger than the largest shard needs, so that small models with default settings do not allocate gigabytes.
@@ -314,6 +314,11 @@ def choose_staging(options: TierOptions, device: torch.device, largest: int, ite
     return found
 
 
+def can_page_lock(device: torch.device) -> bool:
+    """Return True if host memory may be page-locked: that is useful only for CUDA devices, and torch refuses others."""
+    return device.type == "cuda"
+
+
 def upload_staging(stepped: Offload, device: torch.device, sizes: Iterable[tuple[int, int]]) -> Staging | None:
     """Return the ring of staging buffers for new weights on their way to the device; None if none go there.
 
@@ -324,7 +329,7 @@ def upload_staging(stepped: Offload, device: torch.device, sizes: Iterable[tuple
     """
     nbytes = max((min(stepped.buffer_numel, numel) * itemsize for numel, itemsize in sizes), default=0)
     # Two buffers: the step fills one while the other is copied.
-    return Staging(2, _aligned(nbytes), device.type == "cuda" and stepped.pin_memory) if nbytes else None
+    return Staging(2, _aligned(nbytes), can_page_lock(device) and stepped.pin_memory) if nbytes else None
 
 
 def staging_nbytes(count: int, nbytes: int) -> int:
