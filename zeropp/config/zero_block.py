@@ -68,7 +68,7 @@ class OffloadParamConfig(_OffloadBlock):
     """Offload of weight shards to host memory or NVMe. It applies to stage 3 only."""
 
     buffer_count: Count = 5
-    """Number of staging buffers for weights. More buffers allow more reads in flight."""
+    """Number of staging buffers for weights in files. More buffers allow more reads in flight."""
 
     buffer_size: Bound = 100_000_000
     """Size of one staging buffer, in elements. A larger shard is copied through several buffers."""
@@ -77,20 +77,20 @@ class OffloadParamConfig(_OffloadBlock):
     """Number of weight elements per rank that stay in host memory with `nvme`, so that they need no read from files."""
 
     pin_memory: bool = False
-    """Page-locks the staging buffers. Copies to the device are then faster and overlap with computation. Page-locked
-    memory cannot be swapped out."""
+    """Page-locks the weights in host memory and the staging buffers. Copies to the device are then faster and overlap
+    with computation. Page-locked memory cannot be swapped out."""
 
 
 class OffloadOptimizerConfig(_OffloadBlock):
     """Offload of main weights, gradients and optimizer states to host memory or NVMe. The host's CPU steps them."""
 
     buffer_count: Count = 4
-    """Number of staging buffers for the step. A sub-group in flight takes one buffer, or a part of one, for each kind
-    of data that is not in host memory: main weights, gradients, each optimizer state, and the new weights to send."""
+    """Number of staging buffers for steps with `nvme`. A sub-group in flight takes one buffer, or a part of one, for
+    each kind of data in files: main weights, gradients, each optimizer state, and new weights."""
 
     pin_memory: bool = False
-    """Page-locks the staging buffers. Copies to and from the device are then faster and overlap with computation.
-    Page-locked memory cannot be swapped out."""
+    """Page-locks the gradients in host memory and the staging buffers. Copies to and from the device are then faster
+    and overlap with computation. Page-locked memory cannot be swapped out."""
 
     pipeline_read: bool = False
     """Reads the next sub-group from NVMe while the current one is stepped."""
