@@ -117,6 +117,7 @@ class Tiers:
             None if all is in host memory.
         device_numel: number of elements at the front of a shard that the wrapped optimizer steps, with their states
             next to the main weights; the host's cores step the others.
+        stepped: settings of the step on the host; None if there is none.
         close: function that closes files, staging buffers and threads.
     """
 
@@ -127,6 +128,7 @@ class Tiers:
     reader: ReadAhead | None = None
     ring: Ring | None = None
     device_numel: int = ALL
+    stepped: Offload | None = None
     close: Callable[[], None] = lambda: None
 
     def main_tier(self, trainable: bool) -> StorageTier:
@@ -255,7 +257,8 @@ def choose_tiers(
     main = tier(options.stepped, copied=False)
     gradients = tier(options.stepped, copied=True)
     weights = tier(options.weights, copied=True)
-    return Tiers(main, main, gradients, weights, device_numel=ALL if options.stepped is None else 0)
+    device_numel = ALL if options.stepped is None else 0
+    return Tiers(main, main, gradients, weights, device_numel=device_numel, stepped=options.stepped)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from zeropp.optimizer.sharded_params import ShardedParams, Slice
 from zeropp.optimizer.sub_groups import BufferStep, SubGroupSteps
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.wire_copy import Upload
-from zeropp.setup.choices import choose_tier_options
 
 __all__ = ["HostStep", "waits_for_weights"]
 
@@ -65,7 +64,6 @@ class HostStep:
         )
         # Staging buffers for new weights on their way to the device; None until some go there.
         self._upload_ring: Ring | None = None
-        self._stepped = choose_tier_options(config).stepped
         self._make_upload_ring(engine.trainable_buffers)
         self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
         for stream in (self._stream, self._uploads):
@@ -88,8 +86,9 @@ class HostStep:
             for buffer in buffers
             if (source := buffer.wire_copy) is not None and source.follows and source.uploads
         ]
-        assert self._stepped is not None  # HostStep is created only if offload_optimizer is configured
-        if self._upload_ring is None and (staging := upload_staging(self._stepped, self._engine.device, sizes)):
+        stepped = self._engine.maker.tiers.stepped
+        assert stepped is not None  # HostStep is created only if offload_optimizer is configured
+        if self._upload_ring is None and (staging := upload_staging(stepped, self._engine.device, sizes)):
             self._upload_ring = staging.make_ring()
             self._engine.on_close(self._upload_ring.close)
 
