@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CARD", "card", "describe", "machine", "processor"]
+__all__ = ["CARD", "card", "describe", "machine", "memory_bandwidth", "processor"]
 
 CARD = {
     "name": "card",
@@ -26,6 +26,21 @@ CARD = {
 }
 """Query of nvidia-smi -> name in reports."""
 _SECONDS = 20  # time limit of nvidia-smi
+# GB/s of memory by name of a card, from the vendors' data sheets. A slice of a card (MIG) has another name.
+_BANDWIDTH = {
+    "A100-PCIE-40GB": 1555.0,
+    "A100-SXM4-40GB": 1555.0,
+    "A100 80GB PCIe": 1935.0,
+    "A100-SXM4-80GB": 2039.0,
+    "H100 PCIe": 2000.0,
+    "H100 80GB HBM3": 3350.0,  # SXM
+    "H100 NVL": 3900.0,
+    "H200": 4800.0,
+    "H200 NVL": 4800.0,
+    "B200": 8000.0,
+    "AMD Instinct MI300X": 5300.0,
+    "AMD Instinct MI300X OAM": 5300.0,
+}
 
 
 def machine(device: str) -> dict:
@@ -74,6 +89,15 @@ def describe(about: dict) -> str:
     if about.get("cuda"):
         versions.append(f"CUDA {about['cuda']}")
     return ", ".join([*parts, *versions]) + "."
+
+
+def memory_bandwidth(card_name: str) -> float | None:
+    """Return the data sheet's GB/s of reads and writes together; None for an unknown card.
+
+    Args:
+        card_name: name that ``torch.cuda.get_device_name()`` returns.
+    """
+    return _BANDWIDTH.get(card_name.removeprefix("NVIDIA "))
 
 
 def processor() -> str:

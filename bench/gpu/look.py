@@ -131,7 +131,8 @@ PART = Part(
     "One look at one card",
     [
         "check", "subject", "passed", "failed", "skipped", "seconds", "step ms", "/ plain", "/ FSDP2", "host ms",
-        "live MiB", "peak MiB", "reserved MiB", "us", "GB/s", "% of copy", "target", "note",
+        "live MiB", "peak MiB", "reserved MiB", "us", "GB/s", "% of copy", "% of data sheet",
+        "target", "note",
     ],
     steps,
     notes=(

@@ -1,7 +1,7 @@
-"""Measures the kernels, torch and DeepSpeed, and prints a table.
+"""Measures the kernels, torch, DeepSpeed and torchao, and prints a table.
 
 python -m bench.kernels --sizes 16                # other arguments than --save are passed to pytest
-python -m bench.kernels --save cpu --sizes 16     # also writes bench/results/<date>_cpu.{md,json,png}
+python -m bench.kernels --save cpu --sizes 16     # also writes bench/results/<date>_cpu.{md,json,png}, _cpu-shares.png
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 
 from bench.common.machine import machine
 from bench.kernels.operations import OPERATIONS, Operation, Run
+from bench.kernels.peers import CODECS, PEERS, run_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ABOUT = machine(DEVICE)
@@ -119,16 +120,8 @@ def test_compiled(benchmark: Callable[..., object], name: str, mebibytes: int) -
     record(benchmark, NAMED[name], "torch.compile", mebibytes, run)
 
 
-def test_deepspeed(benchmark: Callable[..., object], mebibytes: int) -> None:
-    """DeepSpeed's symmetric int8 quantizer in groups of 256, a CUDA extension that is built at its first use."""
-    builder = pytest.importorskip("deepspeed.ops.op_builder", reason="deepspeed is not installed").QuantizerBuilder()
-    if DEVICE != "cuda":
-        pytest.skip("DeepSpeed's quantizer needs CUDA")
-    module = builder.load()
-    x = torch.randn(mebibytes << 19, device=DEVICE).half()
-    groups = x.numel() // 256
-
-    def run() -> list[torch.Tensor]:
-        return list(module.quantize(x, groups, 8, module.Symmetric))
-
-    record(benchmark, NAMED["quantize int8"], "DeepSpeed", mebibytes, run)
+@pytest.mark.parametrize(("name", "by"), PEERS)
+def test_peers(benchmark: Callable[..., object], name: str, by: str, mebibytes: int) -> None:
+    codec = CODECS[by](name, mebibytes << 19, DEVICE)
+    assert codec.is_right(), f"{by}'s values after {name} are too far from those before"
+    record(benchmark, NAMED[name], by, mebibytes, run_of(name, codec))

@@ -284,8 +284,10 @@ def rows_and_traces_are_read(folder: Path) -> None:
         calls.append("work")
     assert calls == ["start", "work", "stop"]
     row = {"operation": "copy", "contender": "c", "mebibytes": 1, "seconds": 1.0, "gigabytes_per_second": 1.0,
-           "percent_of_copy": None, "target": 0}  # fmt: skip
-    assert kernels._row(row)["% of copy"] == "-"
+           "percent_of_copy": None, "target": 0, "device": "NVIDIA H200"}  # fmt: skip
+    made = kernels._row({**row, "gigabytes_per_second": 2400.0})
+    assert made["% of copy"] == "-" and made["% of data sheet"] == "50"
+    assert made.keys() - {"operation", "by", "MiB"} < set(look.PART.columns)
     took = {"step_s": [1.0], "host_s": [1.0], "cpu_s": [1.0], "peak_bytes": 1 << 20, "weights_apart": 0}
     measured = {"settings": {"ranks": 1}, "systems": {"ddp": took}}
     assert engine._row("1 B alone", "1 B", "ddp", measured)["peak MiB"] == "1"
