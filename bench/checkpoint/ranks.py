@@ -28,10 +28,10 @@ WIDTH = 2048
 _BLOCK = 8 << 20
 
 
-def resident() -> int:
-    """Return the anonymous memory of this process in bytes, which excludes pages of files."""
+def resident(kind: str = "RssAnon") -> int:
+    """Return the memory of this process in bytes: anonymous memory, or another kind of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
+        if line.startswith(kind):
             return int(line.split()[1]) << 10
     return 0
 

@@ -127,7 +127,7 @@ def _row(model: str, system: str, way: str, found: dict, fsdp2: dict | None) -> 
         row["bound ms"] = f"{1000 * found['bound_s']:.1f}"
     memory = {
         "card MiB": "peak_bytes", "card planned": "planned_bytes", "host MiB": "host_bytes",
-        "host planned": "planned_host_bytes", "locked MiB": "locked_bytes", "locked planned": "ring_bytes",
+        "host planned": "planned_host_bytes", "locked MiB": "locked_bytes", "locked planned": "pinned_bytes",
         "disk planned": "planned_disk_bytes",
     }  # fmt: skip
     return row | {name: f"{found[key] / 2**20:.0f}" for name, key in memory.items() if found.get(key) is not None}
@@ -170,7 +170,7 @@ PART = Part(
         "it. Copy down, step on host and copy up: their times in a step, added up; they run beside each other and "
         "beside computing. Card: peak of allocated memory while it trains; planned: the plan's terms, states and new "
         "weights, and two units under way; what is between them is activations. Host: anonymous memory, at most, "
-        "without staging rings. Locked: the rings, as torch's allocator rounds them, up to a power of two.",
+        "which page-locked memory is no part of. Locked: page-locked memory of zeropp, which is shared memory.",
         "Bus: of one unit's float32 values; the share is of a bare copy of pinned memory the same way.",
     ),
     needs=("pytest", "pydantic"),

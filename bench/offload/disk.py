@@ -68,10 +68,12 @@ class Kernels:
     def __init__(self) -> None:
         self.times, self.seconds = 1, 0.0
 
-    def __call__(self, cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
+    def __call__(
+        self, cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep], copies: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         begin = time.perf_counter()
         for _ in range(self.times):
-            step_slices(cores, rule, steps)
+            step_slices(cores, rule, steps, copies)
         self.seconds += time.perf_counter() - begin
 
     def taken(self) -> float:

@@ -208,14 +208,14 @@ class Trainer:
 
 
 def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, object]:
-    meter = MemoryMeter(device)
+    meter, shared = MemoryMeter(device), resident("RssShmem")
     trainer = Trainer(args, device, folder)
     trainer.train(args.warm)
     locked = None
     if device.type == "cuda":
         # Wrapping has held the whole model on the GPU, which is not part of training.
         torch.cuda.reset_peak_memory_stats(device)
-        locked = torch.cuda.host_memory_stats()["active_bytes.current"]
+        locked = resident("RssShmem") - shared
     arms = trainer.arms()
     for time_one in (trainer.time_steps, trainer.time_exposed):
         for _ in range(args.rounds):
@@ -235,9 +235,8 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
     if (plan := trainer.plan) is not None:
         moving = max(2 * unit.gathered + unit.message + unit.arriving for unit in plan.units)
         owned = plan.total + plan.device_states + plan.new_weights
-        rings = sum(nbytes for term, nbytes in plan.host.items() if term.endswith("_staging"))
-        found |= {"planned_bytes": owned + moving, "planned_host_bytes": plan.host_total - rings,
-                  "ring_bytes": rings, "planned_disk_bytes": plan.disk_total}  # fmt: skip
+        found |= {"planned_bytes": owned + moving, "planned_host_bytes": plan.host_total - plan.pinned,
+                  "pinned_bytes": plan.pinned, "planned_disk_bytes": plan.disk_total}  # fmt: skip
     if isinstance(trainer.optimizer, zeropp.ZeroOptimizer):
         trainer.optimizer.close()
     return found

@@ -1,4 +1,4 @@
-"""Recorder of the parts of an offloaded step: copies over the bus, steps on the host, and sums of gradients.
+"""Recorder of the parts of an offloaded step: copies over the bus and steps on the host.
 
 On a GPU the recorder only measures. On a CPU, where host and device are the same memory, it can also slow copies and
 steps down to stated rates, so that a training has the timeline of a GPU with these rates.
@@ -21,13 +21,12 @@ from zeropp.offload import tier_choice
 from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
 from zeropp.optimizer import host_step, sub_groups
 from zeropp.params import gradient, wire_copy
-from zeropp.params.gradient import Gradient
 from zeropp.params.wire_copy import WireCopy
 from zeropp.wire import paths
 
-__all__ = ["DOWN", "PACK", "STEP", "SUM", "UP", "Rates", "Spans", "apart"]
+__all__ = ["DOWN", "STEP", "UP", "Rates", "Spans", "apart", "sleep_until"]
 
-DOWN, STEP, UP, PACK, SUM = "copy down", "step on host", "copy up", "pack", "sum"
+DOWN, STEP, UP = "copy down", "step on host", "copy up"
 Span = tuple[str, float, float]
 
 
@@ -113,7 +112,7 @@ class Spans:
         """Record what runs in the body, in all threads."""
         links = {DOWN: Link(self.rates.bus), UP: Link(self.rates.bus)}
         write, send, step, put = MemoryTensor.write, wire_copy.copy, sub_groups.step_slices, paths._put
-        pack, store, begin_gather = Gradient.pack, Gradient._reduce_and_store, WireCopy.begin_gather
+        begin_gather = WireCopy.begin_gather
         host = set[int]()  # addresses of gather sources in host memory
 
         def moved(kind: str, copy: Callable[[], Event], nbytes: int) -> Event:
@@ -152,17 +151,6 @@ class Spans:
                 if self.rates.step:
                     sleep_until(begin + sum(each.param.numel() for each in steps) / self.rates.step)
 
-        def noted_pack(own: Gradient, *arguments: Any, **named: Any) -> Tensor | None:
-            with self.span(PACK):
-                return pack(own, *arguments, **named)
-
-        def noted_store(*arguments: Any) -> Iterator[None]:
-            stages = store(*arguments)
-            with self.span(SUM):
-                next(stages)
-            yield
-            yield from stages
-
         with (
             mock.patch.object(MemoryTensor, "write", noted_write),
             mock.patch.object(wire_copy, "copy", noted_send),
@@ -171,8 +159,6 @@ class Spans:
             mock.patch.object(paths, "_put", noted_put),
             mock.patch.object(host_step, "step_slices", noted_step),
             mock.patch.object(sub_groups, "step_slices", noted_step),
-            mock.patch.object(Gradient, "pack", noted_pack),
-            mock.patch.object(Gradient, "_reduce_and_store", noted_store),
         ):
             yield
 

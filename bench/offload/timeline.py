@@ -5,11 +5,12 @@
 The program needs no GPU. Units sleep in forward and backward, as a host does while a GPU computes. Copies and steps are
 slowed down to the stated rates. The defaults have the proportions of the model of 1.34 B parameters on one H200
 (bench/results/2026-11-27_gpu-first-run.md): 45 ms of forward, 95 ms of backward, 50 GB/s over the bus, and 5.4 billion
-elements per second, which is 16 cores at 160 GB/s. Everything takes twice as long here, with 1/28 of the parameters.
+elements per second, which is 16 cores at 160 GB/s. Everything takes four times as long here, with 1/28 of the
+parameters.
 
-The bound of a period is the time of the best order of the same parts, which are measured in the same run. The parts of
-a unit follow each other: backward, sum, copy down, step, copy up, forward. No step begins before the last sum, because
-the norm is unknown until then. Each resource (device, sums, one direction of the bus, cores) has one part at a time.
+The bound of a period uses the stated times and rates only. No order of the parts is faster: a unit's parts follow each
+other (backward, copy down, step, copy up, forward), each resource (device, one direction of the bus, cores) has one
+part at a time, and no step begins before the last backward, because the norm is unknown until then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 import zeropp
 from bench.common import results
 from bench.common.machine import machine
-from bench.offload.spans import DOWN, PACK, STEP, SUM, UP, Rates, Spans, apart, sleep_until
+from bench.offload.spans import DOWN, STEP, UP, Rates, Spans, apart, sleep_until
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,11 +54,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Record the timeline of an offloaded step, with stated rates.")
     parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--numel", type=int, default=2_000_000, help="elements per unit")
-    parser.add_argument("--forward", type=float, default=90.0, help="milliseconds of all units' forward")
-    parser.add_argument("--backward", type=float, default=190.0, help="milliseconds of all units' backward")
-    parser.add_argument("--bus", type=float, default=1.0, help="GB/s in each direction; 0 for no limit")
-    parser.add_argument("--step", type=float, default=0.1, help="billion elements per second; 0 for no limit")
-    parser.add_argument("--rounds", type=int, default=8, help="measured steps, after three that warm up")
+    parser.add_argument("--forward", type=float, default=180.0, help="milliseconds of all units' forward")
+    parser.add_argument("--backward", type=float, default=380.0, help="milliseconds of all units' backward")
+    parser.add_argument("--bus", type=float, default=0.45, help="GB/s in each direction; 0 for no limit")
+    parser.add_argument("--step", type=float, default=0.0482, help="billion elements per second; 0 for no limit")
+    parser.add_argument("--rounds", type=int, default=6, help="measured steps, after three that warm up")
     parser.add_argument("--ways", default=";".join(WAYS), help="names of ways, separated by semicolons")
     parser.add_argument("--folder", help="folder for files with states; default: a temporary folder")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
@@ -102,46 +103,46 @@ class Unit(nn.Module):
 
 @dataclass
 class Parts:
-    """Mean seconds of one unit's parts.
+    """Stated seconds of one unit's parts.
 
     Attributes:
-        backward: gradient of the unit, and packing it.
-        sum: sum over ranks.
-        down: copy of the sum to the host.
+        backward: backward of the unit.
+        down: copy of its gradient to the host.
         step: step on the host.
-        up: copy of new weights to the device. With offloaded weights, each of the two copies for gathers.
+        up: copy of its weights to the device.
         forward: forward of the unit.
     """
 
     backward: float
-    sum: float
     down: float
     step: float
     up: float
     forward: float
 
+    @staticmethod
+    def stated(args: argparse.Namespace) -> Parts:
+        """Return the parts of a run; float32 gradients go down and bfloat16 weights up."""
+        bus, step = 1e9 * args.bus or float("inf"), 1e9 * args.step or float("inf")
+        forward, backward = args.forward / 1000 / args.units, args.backward / 1000 / args.units
+        return Parts(backward, 4 * args.numel / bus, args.numel / step, 2 * args.numel / bus, forward)
+
 
 def bound(units: int, parts: Parts, *, gathers: bool) -> float:
-    """Return the least seconds from the start of a backward to the start of the next one.
+    """Return a number of seconds that no period can be shorter than, from one backward to the next.
 
     Args:
         units: number of units.
         parts: seconds of each unit's parts.
         gathers: True if weights are copied up for each gather, also in backward, instead of once per step.
     """
-    gathered = computed = summed = down = 0.0
-    for _ in range(units):
-        gathered += parts.up if gathers else 0.0
-        computed = max(computed, gathered) + parts.backward
-        summed = max(summed, computed) + parts.sum
-        down = max(down, summed) + parts.down
-    # The last unit in backward is the first in forward. All others are on the host before it.
-    stepped, up, forward = max(summed, down), 0.0, 0.0
-    for _ in range(units):
-        stepped += parts.step
-        up = max(up, stepped) + parts.up
-        forward = max(forward, up) + parts.forward
-    return forward
+    computed = units * parts.backward
+    # The last unit in backward is the first in forward: its gradient arrives last, and all forwards come after its
+    # step.
+    down = max(computed, parts.backward + (units - 1) * parts.down) + parts.down
+    first = down + parts.step + parts.up + units * parts.forward
+    # Or the cores are the limit: after the last step come a copy and a forward.
+    last = computed + units * parts.step + parts.up + parts.forward
+    return max(first, last, units * parts.up * (2 if gathers else 1))
 
 
 @dataclass
@@ -159,21 +160,16 @@ class Measured:
     spans: Spans = field(default_factory=Spans)
     loss: float = 0.0
 
-    def summary(self, units: int, *, gathers: bool, bounded: bool) -> dict[str, float | None]:
-        """Return seconds by column."""
+    def summary(self, args: argparse.Namespace, *, gathers: bool, bounded: bool) -> dict[str, float | None]:
+        """Return seconds by column; the bound only if ``bounded``."""
         busy = {
             kind: median(self.spans.seconds(kind, begin, end) for begin, *_, end in self.marks)
-            for kind in (BACKWARD, PACK, SUM, DOWN, STEP, UP, FORWARD)
+            for kind in (BACKWARD, DOWN, STEP, UP, FORWARD)
         }
-        each = {kind: seconds / units for kind, seconds in busy.items()}
-        up = each[UP] / (2 if gathers else 1)
-        parts = Parts(each[BACKWARD] + each[PACK], each[SUM], each[DOWN], each[STEP], up, each[FORWARD])
         period = median(end - begin for begin, *_, end in self.marks)
-        least = bound(units, parts, gathers=gathers) if bounded else None
+        least = bound(args.units, Parts.stated(args), gathers=gathers) if bounded else None
         return {
-            "period": period, "bound": least, "period / bound": least and period / least,
-            BACKWARD: busy[BACKWARD] + busy[PACK], DOWN: busy[DOWN], STEP: busy[STEP], UP: busy[UP],
-            FORWARD: busy[FORWARD],
+            "period": period, "bound": least, "period / bound": least and period / least, **busy,
             "step() returns after": median(returned - called for _, called, returned, _ in self.marks),
             "then forward takes": median(end - returned for _, _, returned, end in self.marks),
         }  # fmt: skip
@@ -251,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
             found = measure(args, way, folder)
             # Only these two ways have all their parts on the resources of the bound.
             bounded = way in ("cpu", "cpu, offload_param")
-            figures[way] = found.summary(args.units, gathers="offload_param" in way, bounded=bounded)
+            figures[way] = found.summary(args, gathers="offload_param" in way, bounded=bounded)
             begin, called, returned, end = found.marks[-1]
             spans = [(kind, a - begin, b - begin) for kind, a, b in found.spans.found if begin <= a < end]
             recorded[way] = {"spans": spans, "marks": [called - begin, returned - begin, end - begin]}

@@ -150,7 +150,7 @@ def test_kernels_are_repeated_until_they_take_as_long_as_transfers() -> None:
 def test_kernels_run_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(disk, "step_slices", lambda *given: seen.append(given))
-    kernels, given = disk.Kernels(), (object(), object(), [object()])
+    kernels, given = disk.Kernels(), (object(), object(), [object()], [])
     kernels.times = 3
     kernels(*given)  # type: ignore[arg-type]
     assert seen == [given] * 3 and kernels.taken() > 0 and kernels.taken() == 0
@@ -204,15 +204,20 @@ def test_copies_over_the_bus_arrive(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().out.count("GB/s") == 8
 
 
-def test_the_bound_of_a_timeline() -> None:
-    """Two units: the parts that must follow each other, with the slower resource as the limit."""
-    parts = timeline.Parts(backward=4, sum=1, down=2, step=8, up=3, forward=5)
-    # Backward ends at 4 and 8, sums at 5 and 9, copies down at 7 and 11; steps at 19 and 27, copies up at 22 and 30;
-    # forwards at 27 and 35.
-    assert timeline.bound(2, parts, gathers=False) == 35
-    # With copies for gathers before each backward (at 3 and 6): backward at 7 and 11, sums at 8 and 12, down at 10 and
-    # 14; steps at 22 and 30, copies up at 25 and 33, forwards at 30 and 38.
-    assert timeline.bound(2, parts, gathers=True) == 38
+@pytest.mark.parametrize(
+    ("parts", "gathers", "expected"),
+    [
+        # Cores: backward ends at 8, steps at 24, the last copy up at 27, its forward at 32.
+        ((4, 2, 8, 3, 5), False, 32),
+        # Bus down: the gradients arrive at 14 and 24, the step ends at 25, the copy up at 26, the forwards at 28.
+        ((4, 10, 1, 1, 1), False, 28),
+        # Bus up: four copies in a period, or two.
+        ((1, 1, 1, 9, 1), True, 36),
+        ((1, 1, 1, 9, 1), False, 18),
+    ],
+)
+def test_the_bound_of_a_timeline(parts: tuple[int, ...], gathers: bool, expected: int) -> None:
+    assert timeline.bound(2, timeline.Parts(*parts), gathers=gathers) == expected
 
 
 def test_a_timeline_has_the_order_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

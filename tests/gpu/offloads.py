@@ -14,8 +14,7 @@ import zeropp
 from tests.gpu.delays import Block, Trained
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
-from zeropp.offload import storage_tiers, tier_choice
-from zeropp.offload.read_ahead import Ring
+from zeropp.offload import read_ahead, storage_tiers, swap, tier_choice
 
 __all__ = ["STEPS", "config_of", "counted_locked", "make_model", "page_locked", "train_fused"]
 
@@ -75,27 +74,23 @@ def train_fused(
 
 
 @contextlib.contextmanager
-def counted_locked(device: str) -> Iterator[dict[str, list[int]]]:
-    """Yield the bytes of each page-locked ring ("rings") and row ("rows"). On CPU, list those that a GPU would lock."""
-    asked: dict[str, list[int]] = {"rings": [], "rows": []}
-    make, lock = Ring.__init__, storage_tiers.page_locked
+def counted_locked(device: str) -> Iterator[list[int]]:
+    """Yield a list of the bytes of each page-locked ring and row. On CPU, list those that a GPU would lock."""
+    asked: list[int] = []
+    lock = swap.page_locked
 
-    def counted_ring(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
-        asked["rings"].extend([count * nbytes] * pinned)
-        make(ring, count, nbytes, pinned=pinned and device == "cuda")
-
-    def counted_row(numel: int, dtype: torch.dtype) -> Tensor:
-        asked["rows"].append(numel * dtype.itemsize)
-        return lock(numel, dtype) if device == "cuda" else torch.zeros(numel, dtype=dtype)
+    def counted(numel: int, dtype: torch.dtype, card: torch.device) -> Tensor:
+        asked.append(numel * dtype.itemsize)
+        return lock(numel, dtype, card) if device == "cuda" else swap.aligned(numel, dtype)
 
     with (
-        mock.patch.object(Ring, "__init__", counted_ring),
-        mock.patch.object(storage_tiers, "page_locked", counted_row),
+        mock.patch.object(storage_tiers, "page_locked", counted),
+        mock.patch.object(read_ahead, "page_locked", counted),
         mock.patch.object(tier_choice, "can_page_lock", lambda _: True),
     ):
         yield asked
 
 
 def page_locked() -> int:
-    """Return the bytes of page-locked memory in use; torch's allocator rounds each block up to a power of two."""
+    """Return the bytes of page-locked memory that torch's allocator has given out."""
     return int(torch.cuda.host_memory_stats()["active_bytes.current"])

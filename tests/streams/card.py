@@ -311,6 +311,10 @@ class _ThreadEvent(streams.ThreadEvent):
         return ended
 
 
+def _page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+
 def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
     """Return replacements of the buffer ring's methods.
 
@@ -539,7 +543,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (torch.UntypedStorage, "resize_", _resize(card)),
         *((read_ahead.Ring, name, call) for name, call in _ring_calls(card).items()),
         *((module, "SimpleQueue", queue) for module in (streams, cpu_pool, read_ahead, wire_copy)),
-        (storage_tiers, "page_locked", lambda numel, dtype: torch.zeros(numel, dtype=dtype, pin_memory=True)),
+        *((module, "page_locked", _page_locked) for module in (storage_tiers, read_ahead)),
         (transfer.Transfers, "_begin_transfer", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),

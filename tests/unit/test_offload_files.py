@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -322,6 +323,9 @@ def test_aligned_memory() -> None:
         assert tensor.data_ptr() % 4096 == 0
 
 
+CARD = torch.device("cuda", 0)
+
+
 class Runtime:
     """A stand-in for CUDA's runtime that notes page-locked memory.
 
@@ -345,7 +349,8 @@ class Runtime:
 def test_page_locked_memory_is_unlocked_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    tensor = page_locked(5000, torch.float32)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    tensor = page_locked(5000, torch.float32, CARD)
     assert not tensor.any() and tensor.data_ptr() % mmap.PAGESIZE == 0
     assert runtime.locked == {tensor.data_ptr(): 20_000}, "exactly the bytes that were asked for"
     view = tensor[4000:].view(torch.uint8)
@@ -355,12 +360,26 @@ def test_page_locked_memory_is_unlocked_with_its_last_view(monkeypatch: pytest.M
     del view
     gc.collect()
     assert not runtime.locked
-    assert page_locked(0, torch.float32).numel() == 0 and not runtime.locked
+    assert page_locked(0, torch.float32, CARD).numel() == 0 and not runtime.locked
 
 
 def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(code=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     with pytest.raises(RuntimeError, match=r"cannot page-lock 4,000 bytes of host memory \(CUDA error 2\).*pin_memory"):
-        page_locked(1000, torch.float32)
+        page_locked(1000, torch.float32, CARD)
     gc.collect()  # must not unlock what was not locked
+
+
+def test_a_forked_process_shares_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux copies locked private pages for each forked process, such as the workers of a data loader."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    tensor = page_locked(4096, torch.uint8, CARD)
+    if os.fork() == 0:
+        tensor.fill_(7)
+        os._exit(0)
+    os.wait()
+    assert tensor.eq(7).all()

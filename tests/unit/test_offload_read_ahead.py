@@ -33,7 +33,7 @@ class Row(SimpleNamespace):
 
 @pytest.fixture
 def reader() -> Iterator[ReadAhead]:
-    found = ReadAhead(Ring(2, PART * 4, pinned=False))
+    found = ReadAhead(Ring(2, PART * 4))
     yield found
     found.close()
 

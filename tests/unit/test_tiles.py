@@ -131,7 +131,7 @@ def test_bits_of_one_call(
     states = {name: row(torch.zeros(NUMEL - first)) for name in ("exp_avg", "exp_avg_sq")}
     rule = rule_of(optimizer)
     assert rule is not None
-    ring, cores = Ring(4, 3 * TILE * 4, pinned=False), CpuStepPool(2)
+    ring, cores = Ring(4, 3 * TILE * 4), CpuStepPool(2)
     for done in range(2):
         job = job_of(rule, rule.snapshot(optimizer.param_groups[0]), main, grad, states, first, done)
         step_units(ring, cores, rule, [[job]], read_ahead=read_ahead, write_behind=write_behind)
@@ -174,7 +174,7 @@ def test_reads_and_writes_overlap_the_step_of_a_tile_if_enabled(
     settings = rule.snapshot(AdamW([torch.ones(1)], fused=True).param_groups[0])
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     units = [[job_of(rule, settings, row("main"), row("grad"), states, 0, 0)]]
-    ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4, pinned=False)
+    ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4)
     step_units(ring, CpuStepPool(1), rule, units, read_ahead=read_ahead, write_behind=write_behind)
     at = {entry: index for index, entry in enumerate(log)}
     assert len(at) == len(log) == 5 * (2 + 4 * 2 + 3 * 2)
@@ -214,9 +214,7 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     with pytest.raises(OSError, match=f"{bad} cannot be read"):
-        step_units(
-            Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, [[job]], read_ahead=True, write_behind=False
-        )
+        step_units(Ring(4, 2 * TILE * 4), CpuStepPool(1), rule, [[job]], read_ahead=True, write_behind=False)
     begun, ended = log.count("read begins"), log.count("read ends")
     # The failing row began one read for each sub-group, and ended none. The other three rows ended all reads.
     assert begun - ended in (1, 2) and ended == begun // 4 * 3
@@ -244,7 +242,7 @@ def test_the_next_unit_is_read_during_the_step_of_a_unit(streams: Any, monkeypat
         [job_of(rule, settings, row(unit), row(unit), {name: row(unit) for name in ("exp_avg", "exp_avg_sq")}, 0, 0)]
         for unit in ("first", "second", "third")
     ]
-    step_units(Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, units, read_ahead=True, write_behind=False)
+    step_units(Ring(4, 2 * TILE * 4), CpuStepPool(1), rule, units, read_ahead=True, write_behind=False)
     stepped = [at for at, entry in enumerate(log) if entry == "stepped"]
     assert log.index("second read begins") < stepped[0] < log.index("third read begins") < stepped[1]
 
@@ -262,7 +260,7 @@ def new_weights(log: list[Any], fails: bool = False) -> Any:
 
 
 def test_an_upload_copies_in_order_and_returns_each_buffer() -> None:
-    log, ring = list[Any](), Ring(1, 4096, pinned=False)
+    log, ring = list[Any](), Ring(1, 4096)
     upload, thread = Upload(ring), ThreadStream("upload")
     done = thread.run(upload.run)
     for start in range(3):
@@ -275,7 +273,7 @@ def test_an_upload_copies_in_order_and_returns_each_buffer() -> None:
 
 
 def test_an_upload_that_fails_ends_the_waits_of_the_step() -> None:
-    ring = Ring(1, 4096, pinned=False)
+    ring = Ring(1, 4096)
     upload, thread = Upload(ring), ThreadStream("upload")
     buffer = upload.take_buffer()
     upload.send(new_weights([], fails=True), 0, buffer[:8].view(torch.float32), buffer, last=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeropp.comm.streams import Event, ThreadStream, issued_here
 from zeropp.offload.storage_tiers import FileTensor, StoredTensor
-from zeropp.offload.swap import Descriptors, SwapError, aligned
+from zeropp.offload.swap import Descriptors, SwapError, aligned, page_locked
 
 __all__ = ["GdsReader", "GdsTensor", "PendingRead", "ReadAhead", "Ring"]
 
@@ -148,17 +148,14 @@ class Ring:
         nbytes: bytes of one buffer.
     """
 
-    def __init__(self, count: int, nbytes: int, *, pinned: bool) -> None:
-        """Allocate ``count`` buffers of ``nbytes`` bytes, page-locked if ``pinned``."""
+    def __init__(self, count: int, nbytes: int, *, pinned: torch.device | None = None) -> None:
+        """Allocate ``count`` buffers of ``nbytes`` bytes, page-locked for the GPU ``pinned`` unless it is None."""
         self.count = count
         self.nbytes = nbytes
-        # One allocation for all buffers, because page-locking is slow and torch's allocator rounds each piece up to a
-        # power of two.
-        if pinned:
-            self._memory = torch.empty(count * nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        else:
-            # Memory that torch allocates does not start on a page, so direct I/O would need an extra copy.
-            self._memory = aligned(count * nbytes, torch.uint8)
+        # One allocation for all buffers, because page-locking is slow. Memory that torch allocates does not start on a
+        # page, so direct I/O would need an extra copy.
+        total = count * nbytes
+        self._memory = aligned(total, torch.uint8) if pinned is None else page_locked(total, torch.uint8, pinned)
         self._free = [self._memory[index * nbytes : (index + 1) * nbytes] for index in range(count)]
         self._changed = threading.Condition()
         self._closed = False
@@ -174,7 +171,7 @@ class Ring:
             # The engine was closed after an error while a comm stream waited here. The result of that stream is not
             # needed.
             if self._closed:
-                raise RuntimeError("the staging buffers were closed while a read waited for one")
+                raise RuntimeError("the staging buffers were closed while a copy waited for one")
             return self._free.pop()
 
     @contextlib.contextmanager

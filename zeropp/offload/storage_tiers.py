@@ -153,12 +153,13 @@ class Memory:
     Attributes:
         device: device of the rows.
         place: kind of memory of the rows.
-        locked: True to page-lock the rows, so that a GPU copies to and from them without staging buffers.
+        locked: GPU for which the rows are page-locked, so that it copies to and from them without staging buffers; None
+            if they are not.
     """
 
     device: torch.device
     place: Place = "device"
-    locked: bool = False
+    locked: torch.device | None = None
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """Allocate a row of zeros in this memory.
@@ -167,8 +168,9 @@ class Memory:
             RuntimeError: the row cannot be page-locked.
         """
         # Zeros, because padding is stepped with the rest and optimizer states start from zeros.
-        zeros = page_locked(numel, dtype) if self.locked else torch.zeros(numel, dtype=dtype, device=self.device)
-        return MemoryTensor(zeros, self.place, self.locked)
+        if self.locked is not None:
+            return MemoryTensor(page_locked(numel, dtype, self.locked), self.place, locked=True)
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
 
     def serves(self, device: torch.device) -> bool:
         """Return True if rows are in the memory of ``device``."""
@@ -181,9 +183,9 @@ class Memory:
 
 
 class HostMemory(Memory):
-    """Host memory while another device trains; ``locked`` page-locks the rows."""
+    """Host memory while another device trains."""
 
-    def __init__(self, *, locked: bool = False) -> None:
+    def __init__(self, locked: torch.device | None = None) -> None:
         super().__init__(torch.device("cpu"), "host", locked)
 
 

@@ -410,13 +410,14 @@ def aligned(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class _LockedPages(mmap.mmap):
-    """Anonymous memory that is page-locked for CUDA until nothing refers to it."""
+    """Memory that is page-locked for CUDA until nothing refers to it."""
 
     address = 0  # 0 while the memory is not page-locked
 
-    def lock(self, address: int, nbytes: int) -> None:
-        runtime = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+    def lock(self, address: int, nbytes: int, device: torch.device) -> None:
+        # On the model's device: on another one, CUDA would make a context, which takes its memory.
+        with torch.cuda.device(device):
+            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
         if int(code):
             raise RuntimeError(
                 f"cannot page-lock {nbytes:,} bytes of host memory (CUDA error {int(code)}); free host memory, raise "
@@ -430,11 +431,16 @@ class _LockedPages(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def page_locked(numel: int, dtype: torch.dtype) -> Tensor:
+def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [numel] in page-locked host memory, which GPUs copy to and from directly.
 
     Unlike torch's allocator, which rounds sizes up to powers of two, this function takes exactly the memory it needs,
     in whole pages.
+
+    Args:
+        numel: number of elements.
+        dtype: dtype of the elements.
+        device: the GPU that trains.
 
     Raises:
         RuntimeError: CUDA cannot page-lock the memory.
@@ -442,9 +448,11 @@ def page_locked(numel: int, dtype: torch.dtype) -> Tensor:
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     nbytes = numel * dtype.itemsize
-    pages = _LockedPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Shared, because Linux would copy locked private pages for every process that is forked, such as workers of a data
+    # loader.
+    pages = _LockedPages(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
-    pages.lock(tensor.data_ptr(), nbytes)
+    pages.lock(tensor.data_ptr(), nbytes, device)
     return tensor
 
 

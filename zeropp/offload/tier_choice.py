@@ -91,11 +91,14 @@ class TierOptions:
         weights: settings for frozen weights and for the copies that gathers start from between steps; None if they are
             on the device.
         io: settings for reads and writes of files.
+        gathers_main: True if gathers send weights in the dtype of the main weights, so that they read main weights in
+            host memory themselves.
     """
 
     stepped: Offload | None = None
     weights: Offload | None = None
     io: IoOptions = IoOptions()  # noqa: RUF009  # immutable
+    gathers_main: bool = False
 
     @property
     def paths(self) -> set[str]:
@@ -217,7 +220,7 @@ def open_tiers(
         tiers = choose_tiers(
             options,
             Memory(device),
-            lambda locked: HostMemory(locked=True) if locked else host,
+            lambda locked: host if locked is None else HostMemory(locked),
             _Swapping(options.io, host, opened, space),
         )
         rings = {name: each.make_ring() for name, each in staging.items()}
@@ -232,14 +235,17 @@ def open_tiers(
 
 
 def choose_tiers(
-    options: TierOptions, memory: Memory, host: Callable[[bool], StorageTier], files: Callable[[str], Files]
+    options: TierOptions,
+    memory: Memory,
+    host: Callable[[torch.device | None], StorageTier],
+    files: Callable[[str], Files],
 ) -> Tiers:
     """Return the tiers of all rows, without staging buffers.
 
     Args:
         options: the numbers that are kept off the device.
         memory: tier of the device that trains.
-        host: function that returns the tier of host memory; its argument is True for page-locked rows.
+        host: function that returns the tier of host memory; its argument is the GPU for which rows are page-locked.
         files: function that opens the tier of files in a directory.
     """
 
@@ -247,18 +253,19 @@ def choose_tiers(
         """Return the tier of a part's rows; ``copied`` is True if the device copies to or from the rows."""
         if part is None:
             return memory
-        own = host(copied and part.pin_memory and can_page_lock(memory.device))
+        own = host(memory.device if copied and part.pin_memory and can_page_lock(memory.device) else None)
         if part.path is None:
             return own
         # Both kinds may have the same directory, and then share a swap file.
         mixed = replace(files(part.path), memory=own)
         return mixed if part.max_in_cpu is None else PartlyInMemory(mixed, part.max_in_cpu)
 
-    main = tier(options.stepped, copied=False)
+    main = tier(options.stepped, copied=options.gathers_main and options.weights is not None)
+    states = tier(options.stepped, copied=False)
     gradients = tier(options.stepped, copied=True)
     weights = tier(options.weights, copied=True)
     device_numel = ALL if options.stepped is None else 0
-    return Tiers(main, main, gradients, weights, device_numel=device_numel, stepped=options.stepped)
+    return Tiers(main, states, gradients, weights, device_numel=device_numel, stepped=options.stepped)
 
 
 @dataclass(frozen=True)
@@ -268,12 +275,12 @@ class Staging:
     Attributes:
         count: number of buffers.
         nbytes: bytes of one buffer.
-        pinned: True if the buffers are page-locked.
+        pinned: GPU for which the buffers are page-locked; None if they are not.
     """
 
     count: int
     nbytes: int
-    pinned: bool
+    pinned: torch.device | None
 
     @property
     def total(self) -> int:
@@ -302,18 +309,18 @@ def choose_staging(options: TierOptions, device: torch.device, largest: int, ite
         itemsize: bytes of an element of the largest dtype of main weights.
     """
     stepped, weights = options.stepped, options.weights
-    pinned = can_page_lock(device)
+    lockable = device if can_page_lock(device) else None
     found = {}
     if stepped is not None and not (stepped.serves(device) and (weights is None or weights.serves(device))):
         # Not larger than the largest shard needs, so that small models with default settings do not allocate gigabytes.
         nbytes = min(stepped.buffer_numel, largest) * itemsize
-        locked = pinned and stepped.pin_memory
+        locked = lockable if stepped.pin_memory else None
         if options.paths or stepped.ratio < 1:
             count = stepped.buffer_count
             found["step_staging"] = Staging(count, staging_nbytes(count, nbytes), locked)
     if weights is not None and weights.path is not None:
         nbytes = _aligned(min(weights.buffer_numel, largest) * itemsize)
-        found["gather_staging"] = Staging(weights.buffer_count, nbytes, pinned and weights.pin_memory)
+        found["gather_staging"] = Staging(weights.buffer_count, nbytes, lockable if weights.pin_memory else None)
     return found
 
 
@@ -331,8 +338,10 @@ def upload_staging(stepped: Offload, device: torch.device, sizes: Iterable[tuple
         sizes: for each shard whose new weights go to the device, its elements and the bytes of an element.
     """
     nbytes = max((min(stepped.buffer_numel, numel) * itemsize for numel, itemsize in sizes), default=0)
+    if not nbytes:
+        return None
     # Two buffers: the step fills one while the other is copied.
-    return Staging(2, _aligned(nbytes), can_page_lock(device) and stepped.pin_memory) if nbytes else None
+    return Staging(2, _aligned(nbytes), device if stepped.pin_memory and can_page_lock(device) else None)
 
 
 def staging_nbytes(count: int, nbytes: int) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeropp.comm.streams import make_stream
+from zeropp.comm.streams import Event, make_stream
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
 from zeropp.offload import storage_tiers
@@ -151,14 +151,18 @@ class HostStep:
                 engine.maker.tiers.ring, self._upload_ring, self._pool, rule, others,
                 read_ahead=self._read_ahead, write_behind=self._write_behind,
             )  # fmt: skip
-        for unit, own in units:
-            # All units use both streams or all use one, so that after an error the later work of both streams fails.
-            upload = None if sub_groups is None else Upload(self._upload_ring)
-            event = self._stream.run(partial(self._step, rule, own, sub_groups, upload))
-            if upload is not None:
-                event = self._uploads.run(upload.run)
-            events.append(event)
-            unit.note_step(event)
+        try:
+            for unit, own in units:
+                # All units use both streams or all use one, so that after an error the later work of both fails.
+                upload = None if sub_groups is None else Upload(self._upload_ring)
+                step = partial(self._step, rule, own, sub_groups, upload)
+                events.append(self._stream.run(step) if upload is None else self._queue_both(upload, step))
+                unit.note_step(events[-1])
+        except BaseException:
+            # Such as a KeyboardInterrupt: the last unit, which returns the staging buffers, is not queued.
+            if sub_groups is not None:
+                self._stream.run(sub_groups.close)
+            raise
         engine.agreement.step_under_way(events)
         if divisor is not None:
             # The step divides gradients in place without raising their versions, so their norms must count as outdated.
@@ -166,6 +170,19 @@ class HostStep:
                 gradient.mark_stale()
         if waits or not self.lazy:
             engine.wait_for_step()
+
+    def _queue_both(self, upload: Upload, step: Callable[[], None]) -> Event:
+        """Queue a unit's step and the copies that end it; return the event of the end of the copies."""
+        try:
+            end = self._uploads.run(upload.run)
+            self._stream.run(step)
+        except BaseException:
+            # Such as a KeyboardInterrupt. The copies would wait for ever for a step that may not be queued.
+            upload.fail(
+                RuntimeError("step() was interrupted when only some units were queued; go on from a checkpoint")
+            )
+            raise
+        return end
 
     def _step(
         self, rule: Rule, jobs: Sequence[BufferStep], sub_groups: SubGroupSteps | None, upload: Upload | None

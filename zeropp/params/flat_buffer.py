@@ -240,8 +240,8 @@ class FlatBuffer:
 
     @property
     def reads_at_gather(self) -> bool:
-        """True if each gather begins with a read of its own, because the source is off the device."""
-        return self.secondary is None and self.wire_copy is not None
+        """True if each gather begins with a read of its own, because the source is in a file."""
+        return self.secondary is None and self.wire_copy is not None and self.wire_copy.reads
 
     @property
     def stale(self) -> bool:

@@ -73,6 +73,11 @@ class WireCopy:
         return self.row is not self._main
 
     @property
+    def reads(self) -> bool:
+        """True if each gather reads ``row`` from a file."""
+        return self._reader is not None
+
+    @property
     def encodes(self) -> bool:
         """True if ``row`` holds a codec message instead of plain values."""
         return self._codec is not None
@@ -112,7 +117,7 @@ class WireCopy:
 
     @property
     def uploads(self) -> bool:
-        """True if new weights go to the device, from staging buffers where the host has written them."""
+        """True if new weights go to the device, from a staging buffer that the host has filled."""
         return self.row is None or self._codec is not None or self.row.place == "device"
 
     def new_in_place(self, start: int, stop: int) -> Tensor | None:

@@ -42,7 +42,8 @@ class UnitMemory:
         gathered: bytes of the whole weights while the unit is unsharded.
         message: bytes of the first hop's messages that reduce the unit's gradients, the largest of the path.
         held: bytes of gradients that are summed over the micro-batches of an accumulation window.
-        arriving: bytes of reduced gradients before they are copied to host memory.
+        arriving: bytes of reduced gradients before they are copied to host memory. If they are added to those of an
+            earlier micro-batch, up to 4 Mi elements of these are on the device, too.
         gradient: bytes of reduced gradients on the device, from their reduction to ``zero_grad()``.
     """
 
@@ -266,7 +267,7 @@ def _memory_of(blueprint: Blueprint, settings: Config, states: int, groups: int)
         dict(tally.paths),
         tally.device_states,
         tally.new_weights,
-        tally.locked + sum(ring.total for ring in rings.values() if ring.pinned),
+        tally.locked + sum(ring.total for ring in rings.values() if ring.pinned is not None),
         blueprint.local,
         blueprint.device.type == "cpu",
         settings,
@@ -305,7 +306,7 @@ class _Tally:
     @property
     def new_weights(self) -> int:
         """Upper bound on the bytes of new weights on the device."""
-        # A quantized buffer is encoded before the next buffer is stepped, so only the largest counts. New weights that
+        # A quantized buffer is encoded before the next buffer is copied, so only the largest counts. New weights that
         # are sent as values may wait for the network all at once.
         return sum(self._sent_on) + max(self._encoded, default=0)
 

@@ -166,12 +166,12 @@ def plan_tiers(blueprint: Blueprint) -> Tiers:
     # Each planned tensor records the place where it would be; all tensors are on the meta device.
     memory = PlannedMemory(device)
 
-    def host(locked: bool) -> StorageTier:
+    def host(locked: torch.device | None) -> StorageTier:
         # A CPU device and its host share one memory.
         return memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host", locked)
 
     return choose_tiers(
-        options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host(locked=False))
+        options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host(None))
     )
 
 
@@ -185,7 +185,7 @@ class PlannedMemory(Memory):
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """Return a planned tensor of [numel] elements at this tier's place."""
         # Plans read sizes only.
-        return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place, self.locked)
+        return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place, self.locked is not None)
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def choose_tier_options(config: Config) -> TierOptions:
     io = IoOptions(
         aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events, aio.use_gds
     )
-    return TierOptions(stepped, kept, io)
+    return TierOptions(stepped, kept, io, gathers_main=not (config.bf16.enabled or config.fp16.enabled))
 
 
 # Communicators and engine.

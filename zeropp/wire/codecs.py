@@ -702,7 +702,7 @@ def summed_by_kernels(out: Tensor) -> bool:
 
 @lru_cache(maxsize=32)
 def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
-    # There are few sizes: that of a whole part, and the remainder at the end of each shard.
+    # The sizes are that of a whole part, and those of the last parts of shards.
     return block_table([numel], [0], numel, device=device)
 
 

@@ -222,7 +222,7 @@ def test_new_weights_are_in_use_where_they_are_sent_on(tmp_path: Path) -> None:
 
 
 def test_staging_is_in_host_memory_with_any_default_device() -> None:
-    with torch.device("meta"), Ring(2, 4096, pinned=False).taken() as buffer:
+    with torch.device("meta"), Ring(2, 4096).taken() as buffer:
         assert buffer.device.type == "cpu"
 
 
