@@ -85,8 +85,8 @@ class OffloadOptimizerConfig(_OffloadBlock):
     """Offload of main weights, gradients and optimizer states to host memory or NVMe. The host's CPU steps them."""
 
     buffer_count: Count = 4
-    """Number of staging buffers for steps with `nvme`. A sub-group in flight takes one buffer, or a part of one, for
-    each kind of data in files: main weights, gradients, each optimizer state, and new weights."""
+    """Number of staging buffers for steps of data that is not in host memory. A sub-group in flight takes one buffer,
+    or a part of one, for each kind of such data: main weights, gradients, each optimizer state, and new weights."""
 
     pin_memory: bool = False
     """Page-locks the gradients in host memory and the staging buffers. Copies to and from the device are then faster

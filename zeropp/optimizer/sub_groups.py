@@ -86,16 +86,17 @@ class BufferStep:
 
     @property
     def staged(self) -> list[str]:
-        """Kinds of numbers that need staging buffers because they are in files, new weights for another copy included.
+        """Kinds of numbers that need a part of a staging buffer: those that are not in host memory.
 
-        New weights for the device have staging buffers of their own.
+        These may be new weights, too, if their copy is in a file. If it is on the device, they have a ring of their
+        own.
         """
         source = self.buffer.wire_copy
         in_file = source is not None and source.follows and not source.uploads and source.new_in_place(0, 0) is None
         return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * in_file
 
     def upload_room(self, uploads: Ring | None) -> int:
-        """Return the number of elements that a staging buffer for new weights holds; unlimited if none go there."""
+        """Return the largest number of elements of a sub-group whose new weights fit into a buffer of ``uploads``."""
         source = self.buffer.wire_copy
         if uploads is None or source is None or not (source.follows and source.uploads):
             return ALL
@@ -166,7 +167,8 @@ class SubGroupSteps:
         """Configure the step.
 
         Args:
-            ring: staging buffers for numbers in files, all of which the step takes; None if there are no files.
+            ring: staging buffers for numbers that are not in host memory, all of which the step takes; None if all
+                numbers are in host memory.
             uploads: staging buffers for new weights on their way to the device; None if none go there.
             cores: threads that step.
             rule: rule of the wrapped optimizer.
