@@ -131,12 +131,21 @@ _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "scatter": ("flat", ""),
     "scatter_pinned": ("flat", ""),
 }
+def _section_words(case: Case) -> int:
+    # A word has the codes of 8 elements.
+    return _section_elements(case) // 8
+
+
 # Expected narrow accesses (loads, stores) of the lossless kernels. Escaped values are 8 or 16 bits wide, and their
-# addresses depend on the data, so these accesses cannot be vectorised: one of each width per element. The encoder also
-# clears unused bytes, 512 at a time with 128 threads, which is 512 / 128 stores a thread.
+# addresses depend on the data, so these accesses cannot be vectorised: one of 8 bits per element, and one of 16 bits
+# per word in the body of a loop. The encoder loads these values again, and clears unused bytes, 512 at a time with 128
+# threads, which is 512 / 128 stores a thread.
 _ESCAPES: dict[str, Callable[[Case], tuple[int, int]]] = {
-    "lossless_encode": lambda case: (0, 2 * _section_elements(case) + 512 // 128),
-    "lossless_decode": lambda case: (2 * _section_elements(case), 0),
+    "lossless_encode": lambda case: (
+        _section_words(case) if case.pointers["values"] != "fp32" else 0,
+        _section_elements(case) + _section_words(case) + 512 // 128,
+    ),
+    "lossless_decode": lambda case: (_section_elements(case) + _section_words(case), _section_words(case)),
 }
 
 

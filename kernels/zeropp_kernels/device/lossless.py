@@ -4,7 +4,8 @@ A tile is TILE sections of 2048 elements, as two flat tensors [TILE * 1024] name
 last 64 elements of each row of 128. Codes are words [TILE * 256] of eight codes: those of four consecutive lower
 elements in the low halves of its bytes, and those of the upper elements 64 places behind in the high halves. All
 escapes of a word are found at once. One running sum over the words of a section gives the places of both kinds: an
-8-bit escape counts 1, a 16-bit one 2**16.
+8-bit escape counts 1, a 16-bit one 2**16. Escapes to 8 bits are common, and every element has a masked access for one.
+Escapes to 16 bits are rare. A loop handles them: each pass takes the first one that is left of every word.
 
 16-bit integers are in the upper halves of int32. Sums then wrap around as they should, and the lower halves do not
 matter.
@@ -83,10 +84,7 @@ def _present(numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _differences(values, reference, numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
-    """Return (lower bits, upper bits, lower difference, upper difference) of a tile.
-
-    Bits are those of the values. Differences are those of keys. All are in the upper halves of int32.
-    """
+    """Return the differences of keys of a tile, lower and upper, in the upper halves of int32."""
     at = _lower_halves(TILE)
     start = first.to(tl.int64) * _SECTION
     in_lower, in_upper = _present(numel, first, blocks, EVEN, TILE)
@@ -95,7 +93,7 @@ def _differences(values, reference, numel, first, blocks, EVEN: tl.constexpr, TI
     old_lower = _load_bits(reference + start, at, in_lower)
     old_upper = _load_bits(reference + start, at + 64, in_upper)
     # Decoding adds modulo 2**16, too, which gives the key back.
-    return lower, upper, _key(lower) - _key(old_lower), _key(upper) - _key(old_upper)
+    return _key(lower) - _key(old_lower), _key(upper) - _key(old_upper)
 
 
 @triton.jit
@@ -136,20 +134,31 @@ def _marks(words):
 
 @triton.jit
 def _before(to_8, to_16, TILE: tl.constexpr):
-    """Return (places of 8-bit escapes, places of 16-bit escapes, marks before each code of both kinds) of words.
+    """Return (places of 8-bit escapes, places of 16-bit escapes, 8-bit marks before each code, 16-bit marks) of words.
 
     Places [TILE * 256] are counted from the first escape of the section. Marks before a code are counted from the first
-    code of its word, 4 bits for each code.
+    code of its word, 4 bits for each code. The last result is the number of marks of each word.
     """
     # The product adds up the codes of a word: each code of the product is the number of marks up to that code. A word
     # has at most 8, so 4 bits are enough.
     up_to_8 = to_8 * _ONES
     up_to_16 = to_16 * _ONES
-    counts = ((up_to_8 >> 28) & 15) + (((up_to_16 >> 28) & 15) << 16)
+    far = (up_to_16 >> 28) & 15
+    counts = ((up_to_8 >> 28) & 15) + (far << 16)
     sections = tl.reshape(counts, [TILE, _WORDS])
     # The running sum includes the word itself, which is subtracted.
     before = tl.reshape(tl.cumsum(sections, axis=1) - sections, [TILE * _WORDS])
-    return before & 0xFFFF, before >> 16, up_to_8 - to_8, up_to_16 - to_16
+    return before & 0xFFFF, before >> 16, up_to_8 - to_8, far
+
+
+@triton.jit
+def _first_marked(marks, TILE: tl.constexpr):
+    """Return (the first mark of each word or 0, the offset of its element in the tile)."""
+    lowest = marks & -marks
+    # The number of codes below the mark.
+    code = (((lowest - 1) & _ONES) * _ONES) >> 28
+    word = tl.arange(0, TILE * _WORDS)
+    return lowest, word // 16 * 128 + word % 16 * 4 + ((code >> 1) & 3) + (code & 1) * 64
 
 
 @triton.jit
@@ -203,7 +212,7 @@ def lossless_count_kernel(
 ):
     """Store the number of escapes of section i, of both kinds, in ``starts`` at i + 1; zero at 0. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
-    _, _, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
+    lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
     escapes_lower, far_lower = _escapes(lower)
     escapes_upper, far_upper = _escapes(upper)
     # A section has at most 2048 escapes, so the two counts in a sum do not overlap.
@@ -238,18 +247,25 @@ def _clear(message, end8, room16_offset, end16, nbytes):
 
 
 @triton.jit
-def _store_escapes(
-    room8, room16, to_8, to_16, places8, places16, before8, before16, difference, bits, limit8, limit16,
-    PLACE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Store 8-bit codes and 16-bit values of the codes at bit PLACE of bytes; escapes past a room are left out."""
+def _store_near(room8, to_8, places8, before8, difference, limit8, PLACE: tl.constexpr, TILE: tl.constexpr):
+    """Store the 8-bit codes of the codes at bit PLACE of bytes; escapes past the room are left out."""
     place8 = _transposed(_each(places8) + (_shifted(before8, PLACE) & 15), TILE)
-    place16 = _transposed(_each(places16) + (_shifted(before16, PLACE) & 15), TILE)
     is_8 = _transposed(_marked(to_8, PLACE), TILE) & (place8 < limit8)
-    is_16 = _transposed(_marked(to_16, PLACE), TILE) & (place16 < limit16)
     tl.store(room8 + place8, (_transposed(difference, TILE) >> 16).to(tl.uint8), mask=is_8)
-    # Escapes to 16 bits store the value's bits, not its difference.
-    tl.store(room16 + place16, (_transposed(bits, TILE) >> 16).to(tl.int16), mask=is_16)
+
+
+@triton.jit
+def _store_far(room16, values, to_16, places16, far, limit16, TILE: tl.constexpr):
+    """Store the bits of values with escapes to 16 bits; escapes past the room are left out."""
+    left = tl.max(far, axis=0)
+    while left > 0:
+        lowest, at = _first_marked(to_16, TILE)
+        # Loaded again, because the value is in a register that depends on the data.
+        bits = _load_bits(values, at, lowest != 0)
+        tl.store(room16 + places16, (bits >> 16).to(tl.int16), mask=(lowest != 0) & (places16 < limit16))
+        to_16 ^= lowest
+        places16 += 1
+        left -= 1
 
 
 @triton.jit
@@ -266,7 +282,7 @@ def lossless_encode_kernel(
 ):  # fmt: skip
     """Store codes, starts and escapes of one tile, and clear unused room. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
-    lower_bits, upper_bits, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
+    lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
     words = _word_codes(_codes(lower), _codes(upper))
     # A block has 32 words.
     live = tl.arange(0, TILE * _WORDS) // 32 < blocks - first * _BLOCKS
@@ -283,17 +299,14 @@ def lossless_encode_kernel(
     pairs = (message + blocks.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
     tl.store(pairs + section, start8 | (start16 << 32), mask=live)
     to_8, to_16 = _marks(words)
-    places8, places16, before8, before16 = _before(to_8, to_16, TILE)
+    places8, places16, before8, far = _before(to_8, to_16, TILE)
     places8 += _section_words(start8.to(tl.int32), TILE)
     places16 += _section_words(start16.to(tl.int32), TILE)
     room8 = message + room8_offset
+    _store_near(room8, to_8, places8, before8, lower, limit8, 0, TILE)
+    _store_near(room8, to_8, places8, before8, upper, limit8, 4, TILE)
     room16 = (message + room16_offset).to(tl.pointer_type(tl.int16))
-    _store_escapes(
-        room8, room16, to_8, to_16, places8, places16, before8, before16, lower, lower_bits, limit8, limit16, 0, TILE
-    )
-    _store_escapes(
-        room8, room16, to_8, to_16, places8, places16, before8, before16, upper, upper_bits, limit8, limit16, 4, TILE
-    )
+    _store_far(room16, values + first.to(tl.int64) * _SECTION, to_16, places16, far, limit16, TILE)
     end8 = room8_offset + _in_room(tl.load(starts + sections), limit8)
     end16 = room16_offset + 2 * _in_room(tl.load(starts16 + sections), limit16)
     _clear(message, end8, room16_offset, end16, nbytes)
@@ -309,12 +322,12 @@ def _beyond(marks, before, places, limit):
 
 
 @triton.jit
-def _in_rooms(words, to_8, to_16, places8, places16, before8, before16, start8, start16, limit8, limit16):
+def _in_rooms(words, to_8, to_16, places8, places16, before8, start8, start16, limit8, limit16):
     """Return words and both marks without the escapes beyond the rooms, whose codes become 0."""
     # Only then can an escape be beyond a room. An encoder's own message has none.
     if (tl.max(start8, axis=0) > limit8 - _SECTION) | (tl.max(start16, axis=0) > limit16 - _SECTION):
         beyond_8 = _beyond(to_8, before8, places8, limit8)
-        beyond_16 = _beyond(to_16, before16, places16, limit16)
+        beyond_16 = _beyond(to_16, to_16 * _ONES - to_16, places16, limit16)
         words &= ~((beyond_8 | beyond_16) * 15)
         to_8 ^= beyond_8
         to_16 ^= beyond_16
@@ -322,18 +335,33 @@ def _in_rooms(words, to_8, to_16, places8, places16, before8, before16, start8, 
 
 
 @triton.jit
-def _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old, blocks, PLACE: tl.constexpr):
-    """Return bits of decoded values (int16) of the codes at bit PLACE of bytes; ``old`` are those of the reference."""
+def _decoded(room8, words, to_8, places8, before8, old, blocks, PLACE: tl.constexpr):
+    """Return bits of decoded values (int16) of the codes at bit PLACE of bytes; ``old`` are those of the reference.
+
+    Values with an escape to 16 bits have any bits.
+    """
     place8 = _each(places8) + _bytes(before8, blocks, PLACE)
-    place16 = _each(places16) + _bytes(before16, blocks, PLACE)
     # The left shift moves a code to the highest bits, and the right shift extends its sign.
     shifts = (28 - PLACE) - 8 * tl.arange(0, 4)[None, :]
     near = tl.reshape((words[:, None] << shifts) >> 28, [words.shape[0] * 4]).to(tl.int8)
     # A load leaves the other value where its mask is False, so nothing is selected.
     difference = tl.load(room8 + place8, mask=_marked(to_8, PLACE), other=near).to(tl.int32) << 16
     # _key is its own inverse.
-    value = (_key(_key(old) + difference) >> 16).to(tl.int16)
-    return tl.load(room16 + place16, mask=_marked(to_16, PLACE), other=value)
+    return (_key(_key(old) + difference) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _copy_far(room16, target, to_16, places16, far, numel, TILE: tl.constexpr):
+    """Copy 16-bit values from their room to ``target``, the tile's first element, of which ``numel`` exist."""
+    left = tl.max(far, axis=0)
+    while left > 0:
+        lowest, at = _first_marked(to_16, TILE)
+        # A malformed message may have marks past its end.
+        marked = (lowest != 0) & (at < numel)
+        tl.store(target + at, tl.load(room16 + places16, mask=marked, other=0), mask=marked)
+        to_16 ^= lowest
+        places16 += 1
+        left -= 1
 
 
 @launched()
@@ -356,14 +384,12 @@ def lossless_decode_kernel(
     start8 = tl.minimum(tl.maximum(pair.to(tl.int32), 0), limit8)
     start16 = tl.minimum(tl.maximum((pair >> 32).to(tl.int32), 0), limit16)
     to_8, to_16 = _marks(words)
-    places8, places16, before8, before16 = _before(to_8, to_16, TILE)
+    places8, places16, before8, far = _before(to_8, to_16, TILE)
     places8 += _section_words(start8, TILE)
     places16 += _section_words(start16, TILE)
     room8 = (message + room8_offset).to(tl.pointer_type(tl.int8))
     room16 = (message + room16_offset).to(tl.pointer_type(tl.int16))
-    words, to_8, to_16 = _in_rooms(
-        words, to_8, to_16, places8, places16, before8, before16, start8, start16, limit8, limit16
-    )
+    words, to_8, to_16 = _in_rooms(words, to_8, to_16, places8, places16, before8, start8, start16, limit8, limit16)
     at = _lower_halves(TILE)
     in_lower, in_upper = _present(numel, first, blocks, EVEN, TILE)
     begin = index * whole(numel, 256 if EVEN else 1) + first.to(tl.int64) * _SECTION
@@ -372,10 +398,14 @@ def lossless_decode_kernel(
     old_upper = _load_bits(reference + begin, at + 64, in_upper)
     # The values are stored as bits, so that NaN payloads are kept.
     target = out.to(tl.pointer_type(tl.int16)) + begin
-    bits = _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old_lower, blocks, 0)
+    bits = _decoded(room8, words, to_8, places8, before8, old_lower, blocks, 0)
     tl.store(target + at, bits, mask=in_lower)
-    bits = _decoded(room8, room16, words, to_8, to_16, places8, places16, before8, before16, old_upper, blocks, 4)
+    bits = _decoded(room8, words, to_8, places8, before8, old_upper, blocks, 4)
     tl.store(target + at + 64, bits, mask=in_upper)
+    # Other threads have stored to the same elements.
+    tl.debug_barrier()
+    left = tl.minimum(numel - first.to(tl.int64) * _SECTION, TILE * _SECTION).to(tl.int32)
+    _copy_far(room16, target, to_16, places16, far, left, TILE)
 
 
 def _add_up(values: Tensor, reference: Tensor, starts: Tensor) -> None:
