@@ -131,6 +131,8 @@ _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "scatter": ("flat", ""),
     "scatter_pinned": ("flat", ""),
 }
+
+
 def _section_words(case: Case) -> int:
     # A word has the codes of 8 elements.
     return _section_elements(case) // 8

@@ -23,6 +23,7 @@ from tests.support.parity import Recipe, build, make_optimizer
 from tests.support.rank_pool import run_ranks
 from zeropp.params.unit import UnitState
 from zeropp.params.wire_copy import WireCopy
+from zeropp.wire import paths
 
 NOTHING_KEPT = {"prefetch": 0, "live": 0, "reuse": 0}
 
@@ -205,14 +206,21 @@ def _train_apart(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor
     module = build(STATED)
     inner = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     optimizer = zeropp.ZeroOptimizer(inner, module, make_config(**settings))
-    names = {id(b.wire_copy): unit.name for unit in optimizer.engine.units for b in unit.buffers}
-    losses, reads, begin = [], Counter[str](), WireCopy.begin_gather
+    sources = {b.wire_copy: unit.name for unit in optimizer.engine.units for b in unit.buffers if b.wire_copy}
+    # Rows in host memory are copied where they are; rows in files are read for each gather.
+    rows = {source.row.tensor.data_ptr(): name for source, name in sources.items() if source.row is not None}
+    losses, reads, begin, put = [], Counter[str](), WireCopy.begin_gather, paths._put
 
-    def counted(source: WireCopy, after: Any) -> Any:
-        reads[names[id(source)]] += 1
+    def read(source: WireCopy, after: Any) -> Any:
+        reads[sources[source]] += source.reads
         return begin(source, after)
 
-    with mock.patch.object(WireCopy, "begin_gather", counted):
+    def copied(target: Tensor, own: Any) -> None:
+        if isinstance(own, Tensor) and own.data_ptr() in rows:
+            reads[rows[own.data_ptr()]] += 1
+        put(target, own)
+
+    with mock.patch.object(WireCopy, "begin_gather", read), mock.patch.object(paths, "_put", copied):
         for step in range(4):
             reads.clear()
             if loop:
