@@ -136,13 +136,17 @@ def bound(units: int, parts: Parts, *, gathers: bool) -> float:
         gathers: True if weights are copied up for each gather, also in backward, instead of once per step.
     """
     computed = units * parts.backward
-    # The last unit in backward is the first in forward: its gradient arrives last, and all forwards come after its
-    # step.
-    down = max(computed, parts.backward + (units - 1) * parts.down) + parts.down
-    first = down + parts.step + parts.up + units * parts.forward
-    # Or the cores are the limit: after the last step come a copy and a forward.
-    last = computed + units * parts.step + parts.up + parts.forward
-    return max(first, last, units * parts.up * (2 if gathers else 1))
+    after = parts.step + parts.up
+    return max(
+        # The last unit in backward is the first in forward, so all forwards come after its step.
+        computed + parts.down + after + units * parts.forward,
+        # The last gradient that arrives over the bus.
+        parts.backward + units * parts.down + after + parts.forward,
+        # The last step on the cores.
+        computed + (units - 1) * parts.step + after + parts.forward,
+        # All copies to the device.
+        units * parts.up * (2 if gathers else 1),
+    )
 
 
 @dataclass

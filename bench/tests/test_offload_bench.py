@@ -209,8 +209,10 @@ def test_copies_over_the_bus_arrive(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     [
         # Cores: backward ends at 8, steps at 24, the last copy up at 27, its forward at 32.
         ((4, 2, 8, 3, 5), False, 32),
-        # Bus down: the gradients arrive at 14 and 24, the step ends at 25, the copy up at 26, the forwards at 28.
-        ((4, 10, 1, 1, 1), False, 28),
+        # Bus down: the gradients arrive at 14 and 24, the step ends at 25, the copy up at 26, the forward at 27.
+        ((4, 10, 1, 1, 1), False, 27),
+        # Device: backward ends at 8, the gradient arrives at 9, the step ends at 10, the copy up at 11.
+        ((4, 1, 1, 1, 20), False, 51),
         # Bus up: four copies in a period, or two.
         ((1, 1, 1, 9, 1), True, 36),
         ((1, 1, 1, 9, 1), False, 18),
