@@ -89,8 +89,9 @@ class OffloadOptimizerConfig(_OffloadBlock):
     or a part of one, for each kind of such data: main weights, gradients, each optimizer state, and new weights."""
 
     pin_memory: bool = False
-    """Page-locks the gradients in host memory and the staging buffers. Copies to and from the device are then faster
-    and overlap with computation. Page-locked memory cannot be swapped out."""
+    """Page-locks the gradients in host memory, the main weights if gathers read them there, and the staging buffers.
+    Copies to and from the device are then faster and overlap with computation. Page-locked memory cannot be swapped
+    out."""
 
     pipeline_read: bool = False
     """Reads the next sub-group from NVMe while the current one is stepped."""

@@ -413,9 +413,12 @@ class _LockedPages(mmap.mmap):
     """Memory that is page-locked for CUDA until nothing refers to it."""
 
     address = 0  # 0 while the memory is not page-locked
+    device: torch.device
 
     def lock(self, address: int, nbytes: int, device: torch.device) -> None:
-        # On the model's device: on another one, CUDA would make a context, which takes its memory.
+        # With the model's device as the current one: CUDA makes a context on the current device, which takes memory of
+        # that GPU.
+        self.device = device
         with torch.cuda.device(device):
             code = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
         if int(code):
@@ -428,7 +431,8 @@ class _LockedPages(mmap.mmap):
     def __del__(self) -> None:
         # At the end of the program, CUDA may be gone, and the system unlocks the memory.
         if self.address and not sys.is_finalizing():
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            with torch.cuda.device(self.device):
+                torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -449,7 +453,7 @@ def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=dtype, device="cpu")
     nbytes = numel * dtype.itemsize
     # Shared, because Linux would copy locked private pages for every process that is forked, such as workers of a data
-    # loader.
+    # loader. In exchange, a forked process that writes to this memory changes it here, too.
     pages = _LockedPages(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
     pages.lock(tensor.data_ptr(), nbytes, device)

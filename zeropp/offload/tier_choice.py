@@ -91,8 +91,8 @@ class TierOptions:
         weights: settings for frozen weights and for the copies that gathers start from between steps; None if they are
             on the device.
         io: settings for reads and writes of files.
-        gathers_main: True if gathers send weights in the dtype of the main weights, so that they read main weights in
-            host memory themselves.
+        gathers_main: True if the compute dtype is that of the main weights, so that gathers read main weights in host
+            memory, and no second copy is kept.
     """
 
     stepped: Offload | None = None
@@ -260,7 +260,8 @@ def choose_tiers(
         mixed = replace(files(part.path), memory=own)
         return mixed if part.max_in_cpu is None else PartlyInMemory(mixed, part.max_in_cpu)
 
-    main = tier(options.stepped, copied=options.gathers_main and options.weights is not None)
+    kept_on_host = options.weights is not None and options.weights.path is None
+    main = tier(options.stepped, copied=options.gathers_main and kept_on_host)
     states = tier(options.stepped, copied=False)
     gradients = tier(options.stepped, copied=True)
     weights = tier(options.weights, copied=True)

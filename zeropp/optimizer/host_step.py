@@ -178,6 +178,8 @@ class HostStep:
             self._stream.run(step)
         except BaseException:
             # Such as a KeyboardInterrupt. The copies would wait for ever for a step that may not be queued.
+            if self._upload_ring is not None:
+                self._upload_ring.close()  # or the step might wait for ever for a buffer
             upload.fail(
                 RuntimeError("step() was interrupted when only some units were queued; go on from a checkpoint")
             )

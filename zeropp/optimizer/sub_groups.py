@@ -88,8 +88,8 @@ class BufferStep:
     def staged(self) -> list[str]:
         """Kinds of numbers that need a part of a staging buffer: those that are not in host memory.
 
-        These may be new weights, too, if their copy is in a file. If it is on the device, they have a ring of their
-        own.
+        New weights are one of these kinds if their copy is in a file. On the way to the device they have a ring of
+        their own.
         """
         source = self.buffer.wire_copy
         in_file = source is not None and source.follows and not source.uploads and source.new_in_place(0, 0) is None

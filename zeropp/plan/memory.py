@@ -43,7 +43,7 @@ class UnitMemory:
         message: bytes of the first hop's messages that reduce the unit's gradients, the largest of the path.
         held: bytes of gradients that are summed over the micro-batches of an accumulation window.
         arriving: bytes of reduced gradients before they are copied to host memory. If they are added to those of an
-            earlier micro-batch, up to 4 Mi elements of these are on the device, too.
+            earlier micro-batch, up to 4 Mi elements of the earlier sum are on the device, too.
         gradient: bytes of reduced gradients on the device, from their reduction to ``zero_grad()``.
     """
 
@@ -83,7 +83,7 @@ class MemoryPlan:
         device_states: bytes of optimizer states on the device, which ``total`` does not include.
         new_weights: upper bound on device bytes of stepped weights that are not yet sent to cached weights or
             quantized. It is nonzero only with offload.
-        pinned: page-locked bytes of ``host``: staging rings, gradients and wire weights.
+        pinned: page-locked bytes of ``host``: staging rings, gradients, and weights that gathers read.
         local: number of ranks per node.
         on_host: True if the device is the CPU, so that ``terms`` are in host memory.
         settings: the configuration.

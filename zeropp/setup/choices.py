@@ -241,7 +241,8 @@ def choose_tier_options(config: Config) -> TierOptions:
     io = IoOptions(
         aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events, aio.use_gds
     )
-    return TierOptions(stepped, kept, io, gathers_main=not (config.bf16.enabled or config.fp16.enabled))
+    quantized = config.zero.zero_quantized_weights or config.zeropp.weight_codec == "int8"
+    return TierOptions(stepped, kept, io, gathers_main=not (config.bf16.enabled or config.fp16.enabled or quantized))
 
 
 # Communicators and engine.

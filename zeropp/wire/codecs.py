@@ -702,7 +702,7 @@ def summed_by_kernels(out: Tensor) -> bool:
 
 @lru_cache(maxsize=32)
 def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
-    # The sizes are that of a whole part, and those of the last parts of shards.
+    # There are few sizes: large shards are added in parts of one size, and the shards of equal blocks end alike.
     return block_table([numel], [0], numel, device=device)
 
 

@@ -5,7 +5,7 @@ last 64 elements of each row of 128. Codes are words [TILE * 256] of eight codes
 elements in the low halves of its bytes, and those of the upper elements 64 places behind in the high halves. All
 escapes of a word are found at once. One running sum over the words of a section gives the places of both kinds: an
 8-bit escape counts 1, a 16-bit one 2**16. Escapes to 8 bits are common, and every element has a masked access for one.
-Escapes to 16 bits are rare. A loop handles them: each pass takes the first one that is left of every word.
+Escapes to 16 bits are rare. A loop handles them: each pass takes the first remaining one of every word.
 
 16-bit integers are in the upper halves of int32. Sums then wrap around as they should, and the lower halves do not
 matter.
@@ -137,7 +137,7 @@ def _before(to_8, to_16, TILE: tl.constexpr):
     """Return (places of 8-bit escapes, places of 16-bit escapes, 8-bit marks before each code, 16-bit marks) of words.
 
     Places [TILE * 256] are counted from the first escape of the section. Marks before a code are counted from the first
-    code of its word, 4 bits for each code. The last result is the number of marks of each word.
+    code of its word, 4 bits for each code. The last result is the number of 16-bit marks of each word.
     """
     # The product adds up the codes of a word: each code of the product is the number of marks up to that code. A word
     # has at most 8, so 4 bits are enough.
@@ -260,7 +260,7 @@ def _store_far(room16, values, to_16, places16, far, limit16, TILE: tl.constexpr
     left = tl.max(far, axis=0)
     while left > 0:
         lowest, at = _first_marked(to_16, TILE)
-        # Loaded again, because the value is in a register that depends on the data.
+        # Loaded again: which register holds the value depends on the data, and registers cannot be indexed.
         bits = _load_bits(values, at, lowest != 0)
         tl.store(room16 + places16, (bits >> 16).to(tl.int16), mask=(lowest != 0) & (places16 < limit16))
         to_16 ^= lowest
@@ -338,7 +338,7 @@ def _in_rooms(words, to_8, to_16, places8, places16, before8, start8, start16, l
 def _decoded(room8, words, to_8, places8, before8, old, blocks, PLACE: tl.constexpr):
     """Return bits of decoded values (int16) of the codes at bit PLACE of bytes; ``old`` are those of the reference.
 
-    Values with an escape to 16 bits have any bits.
+    The bits of values with an escape to 16 bits are arbitrary: _copy_far overwrites them.
     """
     place8 = _each(places8) + _bytes(before8, blocks, PLACE)
     # The left shift moves a code to the highest bits, and the right shift extends its sign.
@@ -356,7 +356,7 @@ def _copy_far(room16, target, to_16, places16, far, numel, TILE: tl.constexpr):
     left = tl.max(far, axis=0)
     while left > 0:
         lowest, at = _first_marked(to_16, TILE)
-        # A malformed message may have marks past its end.
+        # A malformed message may have marks past the end of the tensor.
         marked = (lowest != 0) & (at < numel)
         tl.store(target + at, tl.load(room16 + places16, mask=marked, other=0), mask=marked)
         to_16 ^= lowest
@@ -402,7 +402,7 @@ def lossless_decode_kernel(
     tl.store(target + at, bits, mask=in_lower)
     bits = _decoded(room8, words, to_8, places8, before8, old_upper, blocks, 4)
     tl.store(target + at + 64, bits, mask=in_upper)
-    # Other threads have stored to the same elements.
+    # Other threads have stored to the same elements. Wait for them, or they could overwrite the copies below.
     tl.debug_barrier()
     left = tl.minimum(numel - first.to(tl.int64) * _SECTION, TILE * _SECTION).to(tl.int32)
     _copy_far(room16, target, to_16, places16, far, left, TILE)
