@@ -17,15 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import zeropp
 from bench.common.machine import describe, machine
-from zeropp.offload import tier_choice
-from zeropp.offload.storage_tiers import HostMemory
+from bench.offload.spans import apart
 
 ROUNDS = 7
 RAW = {"to host": "bare copy, to host", "to device": "bare copy, to device"}
@@ -142,7 +140,7 @@ def main() -> None:
     found = {}
     with contextlib.ExitStack() as opened, torch.no_grad():
         if device == "cpu":
-            opened.enter_context(mock.patch.object(tier_choice, "host_memory", lambda _: HostMemory()))
+            opened.enter_context(apart())
         ways = bare(numel, device)
         for pinned in (True, False):
             ways |= offloaded(numel, device, pinned=pinned, opened=opened)

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from bench.offload import spans
 from tests.support.branching_models import make_config
 from tests.support.small_models import MODELS
-from zeropp.offload import swap, tier_choice
+from zeropp.offload import swap
 from zeropp.offload.read_ahead import PendingRead
-from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
+from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.optimizer import host_step
 from zeropp.params.wire_copy import WireCopy
 
@@ -227,14 +228,7 @@ def delayed(seed: int, most: float = 0.01) -> Iterator[dict[str, int]]:
 @contextlib.contextmanager
 def host_apart(apart: bool = True) -> Iterator[None]:
     """Separate host memory from device memory in the block, as with a GPU, although both are CPU memory."""
-    if not apart:
-        yield
-        return
-    at_hand = property(lambda row: row.place == "host")
-    with (
-        mock.patch.object(tier_choice, "host_memory", lambda _: HostMemory()),
-        mock.patch.object(MemoryTensor, "at_hand", at_hand),
-    ):
+    with spans.apart() if apart else contextlib.nullcontext():
         yield
 
 
